@@ -1,0 +1,39 @@
+"""What a run was asked to do: one frozen value, handed to every rank as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    suites: tuple[str, ...]
+    """Names from `suites.SUITES`, in the order they run."""
+    models: tuple[str, ...] | None
+    """Names from `models.CASES`; None lets each suite use its own."""
+    modes: tuple[str, ...]
+    """Names from `modes.MODES`."""
+    rounds: int | None
+    """How often each mode gets its turn: the number of paired samples. None: as many as `budget_s` allows."""
+    steps: int
+    """Steps of one turn; a turn counts as the median of them."""
+    warmup: int
+    """Steps of each mode before the first round (torch rebuilds its buckets in the second)."""
+    budget_s: float = 45.0
+    """About how long the rounds of one suite and model may take, when `rounds` is not given."""
+    world_size: int = 2
+    threads: int = 1
+    """Compute threads of a rank."""
+    seed: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        fields = json.loads(text)
+        for name in ("suites", "models", "modes"):
+            if fields[name] is not None:
+                fields[name] = tuple(fields[name])
+        return cls(**fields)

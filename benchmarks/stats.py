@@ -1,0 +1,126 @@
+"""Samples -> medians, paired ratios, and how far they can be trusted. See [Note: why ratios]."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from .modes import MODES
+
+RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One metric of one model in every mode; the n-th values of all modes were taken in the same round."""
+
+    suite: str
+    model: str
+    metric: str
+    unit: str
+    """s or bytes; lower is better."""
+    values: dict[str, list[float]]
+    goal: float | None = None
+    """The most that a judged mode may be, as a multiple of the better torch mode."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Whether a mode's weights after a run are those of the reference mode."""
+
+    suite: str
+    model: str
+    mode: str
+    reference: str
+    steps: int
+    difference: float
+    """Largest absolute difference of a parameter or buffer from the reference, over all ranks."""
+    equal: bool
+    """No bit differs from the reference, on any rank."""
+    ranks_equal: bool
+    """No parameter bit differs between ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """Median of paired ratios and the 95% bootstrap interval of that median."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    suite: str
+    model: str
+    metric: str
+    unit: str
+    mode: str
+    median: float
+    quartiles: tuple[float, float]
+    samples: int
+    to_torch: Ratio | None
+    """Against the better torch mode, which is `baseline`."""
+    to_local: Ratio | None
+    baseline: str | None
+    goal: float | None
+    verdict: str
+    """met, unclear (the goal lies inside the interval), missed; empty where there is no goal."""
+
+
+def paired_ratio(values: Sequence[float], base: Sequence[float]) -> Ratio | None:
+    """How `values` compare to `base`, round by round; None where the base is zero."""
+    top, bottom = np.asarray(values, float), np.asarray(base, float)
+    if top.shape != bottom.shape:
+        raise ValueError(f"{top.size} samples can't be paired with {bottom.size}")
+    if not bottom.all():
+        return None
+    ratios = top / bottom
+    picks = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.quantile(np.median(ratios[picks], axis=1), [0.025, 0.975])
+    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def rows(series: Series) -> list[Row]:
+    """One row a mode, in the order of the registry."""
+    names = [name for name in MODES if name in series.values]
+    medians = {name: float(np.median(series.values[name])) for name in names}
+    torch_modes = [name for name in names if MODES[name].family == "torch"]
+    baseline = min(torch_modes, key=medians.__getitem__, default=None)
+    local = next((name for name in names if MODES[name].family == "local"), None)
+    result = []
+    for name in names:
+        values = series.values[name]
+        low, high = np.quantile(values, [0.25, 0.75])
+        to_torch = paired_ratio(values, series.values[baseline]) if baseline else None
+        judged = MODES[name].family not in ("torch", "local")
+        goal = series.goal if judged else None
+        result.append(
+            Row(
+                suite=series.suite,
+                model=series.model,
+                metric=series.metric,
+                unit=series.unit,
+                mode=name,
+                median=medians[name],
+                quartiles=(float(low), float(high)),
+                samples=len(values),
+                to_torch=to_torch,
+                to_local=paired_ratio(values, series.values[local]) if local else None,
+                baseline=baseline,
+                goal=goal,
+                verdict=_verdict(to_torch, goal),
+            )
+        )
+    return result
+
+
+def _verdict(ratio: Ratio | None, goal: float | None) -> str:
+    if ratio is None or goal is None:
+        return ""
+    if ratio.value <= goal:
+        return "met"
+    return "unclear" if ratio.low <= goal else "missed"

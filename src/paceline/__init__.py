@@ -1,0 +1,37 @@
+"""Paceline: data-parallel training for PyTorch in which the communication can be seen.
+
+The layout, in the order in which data flows:
+
+- ``plan``: parameters -> :class:`BucketPlan`, pure values
+- ``roster``: which parameters of a module take part, and whether that has changed
+- ``bucket``: flat storage that gradients live in; what a comm hook receives
+- ``exchange``: how a bucket crosses the ranks; ``status``: what ranks say with the last one
+- ``reducer``: the phases of a step; ``higher_order``: ``create_graph=True``; ``telemetry``: when things happened
+- ``module``: :class:`DistributedDataParallel`, which connects them; ``options``, ``outputs``, ``buffers``,
+  ``join``, ``precision``: its parts; ``compat``, ``logging_data``, ``messages``: torch's names for them
+- ``hooks``: comm hooks; ``sync_batchnorm``
+- ``control``: agreement and news of failure between ranks, over the store
+- ``init``, ``launch``, ``cli``: starting ranks; ``testing``: a pool of live ranks
+- ``_torch``: every private torch name that is used
+"""
+
+from paceline import errors, hooks
+from paceline.init import init, shutdown
+from paceline.module import DDP, DistributedDataParallel
+from paceline.plan import BucketPlan
+from paceline.precision import MixedPrecision
+from paceline.sync_batchnorm import SyncBatchNorm
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DDP",
+    "BucketPlan",
+    "DistributedDataParallel",
+    "MixedPrecision",
+    "SyncBatchNorm",
+    "errors",
+    "hooks",
+    "init",
+    "shutdown",
+]

@@ -1,0 +1,125 @@
+"""Every private torch name that Paceline uses, in one place, each with its reason.
+
+Nothing else imports a private torch module (tests/test_layers.py holds this), so a new torch release is
+checked by reading this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.distributed import ProcessGroup, Store
+from torch.distributed import distributed_c10d as c10d
+
+# torch.autograd has no public "call me when this backward is over"; FSDP2 and others use this one too.
+_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now (the innermost one) has ended."""
+    _engine.queue_callback(callback)
+
+
+def current_node() -> Node | None:
+    """The node that autograd evaluates in this thread, if any.
+
+    In a callback of :func:`queue_callback` it is not None exactly when that backward ran inside another
+    one (reentrant checkpointing): then it is the outer backward's node. No public equivalent.
+    """
+    return cast("Node | None", torch._C._current_autograd_node())
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the running backward will reach ``node``: tells ``backward()`` from ``autograd.grad()``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # torch refuses the question for leaves inside autograd.grad(): nothing is accumulated there.
+        return False
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``target.copy_(source)`` for each pair in one call: a third of the cost of a Python loop."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors (and storages) share this tensor's memory. No public equivalent."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+def group_store(group: ProcessGroup) -> Store:
+    """The key-value store the group was made with: our control channel must not open a port of its own."""
+    return cast(Store, c10d._get_process_group_store(group))
+
+
+def default_group() -> ProcessGroup:
+    """The default group as an object; ``dist.group.WORLD`` is its public name and is None before init."""
+    group = dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call init_process_group "
+            "(or paceline.init())."
+        )
+    return group
+
+
+def is_not_a_member(group: object) -> bool:
+    """``new_group`` hands ranks outside of it a marker instead of a group."""
+    return group is None or group == dist.GroupMember.NON_GROUP_MEMBER
+
+
+def group_is_alive(group: ProcessGroup) -> bool:
+    """Whether the group is still registered (not destroyed). ``is_initialized`` knows the default one only."""
+    return group in c10d._world.pg_map
+
+
+def group_timeout_s(group: ProcessGroup) -> float:
+    """The group's own time-out; torch shows it only on the backend's options."""
+    try:
+        backend = c10d._world.pg_map[group][0].split(",")[0].split(":")[-1]
+        device = torch.device("cpu") if backend in ("gloo", "mpi") else torch.accelerator.current_accelerator()
+        options = group._get_backend(device or torch.device("cpu")).options
+        return float(options._timeout.total_seconds())
+    except (AttributeError, KeyError, RuntimeError):
+        return float(c10d.default_pg_timeout.total_seconds())
+
+
+def is_joining(joinable: Any) -> bool:
+    """Whether torch's ``Join`` is in force for it; ``Join`` says so only in this attribute."""
+    return bool(joinable._join_config.enable)
+
+
+def leave_join(joinable: Any) -> None:
+    """``Join`` leaves itself in force after its end, at the price of a collective in every later forward."""
+    joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+
+
+def overlapped_optimizer(optimizer_class: type, params: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's overlapped optimizer, which registers itself on a DDP as a comm hook (``_register_fused_optim``)."""
+    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+    return _as_overlapped_optim(optimizer_class, params, *args, **kwargs)
+
+
+def pytree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """``torch.utils.pytree`` is public only for its optree flavour; the tree's spec object is private."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def pytree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def accumulate_grad_node(param: Tensor) -> Node:
+    """The node that adds to ``param.grad`` (public since torch 2.4 as ``get_gradient_edge``)."""
+    return torch.autograd.graph.get_gradient_edge(param).node

@@ -1,0 +1,261 @@
+"""Flat storage for gradients that travel together, and what a comm hook receives.
+
+[Note: gradients live in the bucket]
+A bucket's flat buffer is the only memory a gradient has at rest: ``param.grad`` is a tensor on the bucket's
+storage. While a synchronised backward runs, the reducer *absorbs* each gradient as it becomes ready and takes
+``param.grad`` away; it hands the averaged one back when backward ends. So autograd can never add to a buffer
+that is being sent: a contribution that comes after its bucket has left finds no ``param.grad``, lands in a
+tensor of its own, and is sent in a second round (see [Note: late gradients] in reducer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from paceline import _torch
+from paceline.plan import BucketSpec
+
+# Gradients up to this size are copied into the bucket together when it leaves: one call for many. Larger
+# ones are copied (and scaled in the same pass) as they come, so that their memory is free at once.
+SMALL_NUMEL = 4096
+
+Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def empty_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The default allocator of bucket storage; transports may bring their own."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory without holes or overlap, in any order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Slot:
+    """A parameter's place in a bucket, and how far its gradient has come in this step."""
+
+    __slots__ = (
+        "base",
+        "deferred",
+        "expected",
+        "filled",
+        "fires",
+        "index",
+        "late",
+        "left",
+        "name",
+        "owned",
+        "param",
+        "saved",
+        "used",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, param: Tensor, *, deferred: bool) -> None:
+        self.index = index
+        self.name = name
+        self.param = param
+        # Absorbed when the bucket leaves, together with its neighbours, instead of at once.
+        self.deferred = deferred
+        # Another wrapper of the same parameter may be the one in use: then this one stays out of its way.
+        self.owned = True
+        # How often the gradient becomes ready in one backward, as far as has been seen.
+        self.expected = 1
+        self.view: Tensor | None = None
+        # A gradient that must survive unscaled until after the reduction (weighted averaging).
+        self.base: Tensor | None = None
+        self.used = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Ready for the next backward. ``used`` outlives it: it counts until the next synchronisation."""
+        self.fires = 0
+        self.left = self.expected
+        self.filled = False
+        self.late: Tensor | None = None
+        self.saved: Tensor | None = None
+
+    def absorb(self, scale: float) -> None:
+        """Move what ``param.grad`` holds into the bucket, scaled; ``param.grad`` is None afterwards."""
+        grad, view = self.param.grad, self.view
+        assert view is not None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if self.filled:
+            view.add_(grad, alpha=scale)
+        elif grad is view:
+            if scale != 1.0:
+                view.mul_(scale)
+        elif scale == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        self.filled = True
+        self.param.grad = None
+
+
+class Bucket:
+    """The flat buffer of one :class:`BucketSpec` with its slots."""
+
+    def __init__(self, spec: BucketSpec, slots: Sequence[Slot]) -> None:
+        self.spec = spec
+        self.slots = tuple(slots)
+        self.flat: Tensor | None = None
+        self.payload: Tensor | None = None
+        self.tail: Tensor | None = None
+        self._users_at_rest = 0
+        self._runs: list[Tensor] = []
+        self.left = 0
+        self.launched = False
+
+    # -- storage -------------------------------------------------------------------------------------
+
+    def allocate(self, allocator: Allocator, *, tail_numel: int = 0) -> None:
+        """Make the flat buffer, with ``tail_numel`` extra elements behind the gradients."""
+        if self.spec.sparse:
+            return
+        first = self.slots[0].param
+        numel = self.spec.numel
+        self.flat = allocator(numel + tail_numel, first.dtype, first.device)
+        self.payload = self.flat[:numel]
+        self.tail = self.flat[numel:] if tail_numel else None
+        for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
+            slot.view = _alias(self.flat, offset, slot.param)
+        self._runs = self._deferred_runs()
+        self._users_at_rest = _torch.storage_users(self.flat)
+
+    def is_kept_by_somebody(self) -> bool:
+        """Whether tensors that are not ours share the storage: a gradient that the user kept."""
+        return self.flat is not None and _torch.storage_users(self.flat) != self._users_at_rest
+
+    def release(self) -> None:
+        """Let go of the storage; whoever holds a gradient on it keeps it alive."""
+        self.flat = self.payload = self.tail = None
+        self._runs = []
+        for slot in self.slots:
+            slot.view = None
+
+    def _deferred_runs(self) -> list[Tensor]:
+        """The stretches of the buffer that consist of deferred slots: each is scaled in one call."""
+        assert self.flat is not None
+        runs: list[Tensor] = []
+        start: int | None = None
+        end = 0
+        for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
+            if slot.deferred and start is None:
+                start = offset
+            elif not slot.deferred and start is not None:
+                runs.append(self.flat[start:offset])
+                start = None
+            end = offset + slot.param.numel()
+        if start is not None:
+            runs.append(self.flat[start:end])
+        return runs
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self.left = 0
+        for slot in self.slots:
+            slot.reset()
+            if slot.expected and slot.owned:
+                self.left += 1
+        self.launched = False
+
+    def gather(self, scale: float) -> None:
+        """Bring every gradient of the bucket into the buffer, scaled, and take ``param.grad`` away."""
+        views: list[Tensor] = []
+        grads: list[Tensor] = []
+        for slot in self.slots:
+            if slot.filled:
+                continue
+            param, view = slot.param, slot.view
+            assert view is not None
+            grad = param.grad if slot.owned else None
+            if grad is None:
+                view.zero_()
+                continue
+            if not slot.used:
+                # Nothing came for it since the last synchronisation, yet it holds a value that has to stay
+                # as it is should no other rank have used it either.
+                slot.saved = grad.clone() if grad is view else grad
+            if not slot.deferred:
+                slot.absorb(scale)
+                continue
+            if grad is not view:
+                views.append(view)
+                grads.append(grad if grad.layout is torch.strided else grad.to_dense())
+            param.grad = None
+        if views:
+            _torch.copy_each(views, grads)
+        if scale != 1.0:
+            for run in self._runs:
+                run.mul_(scale)
+
+
+def _alias(flat: Tensor, offset: int, param: Tensor) -> Tensor:
+    """A tensor like ``param`` on ``flat``'s storage.
+
+    Not a view in autograd's sense: users may call ``detach_()`` or ``requires_grad_()`` on a gradient.
+    """
+    stride = param.stride() if is_dense(param) else torch.empty_like(param, device="meta").stride()
+    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, param.shape, stride)
+
+
+class GradBucket:
+    """What a comm hook receives; the methods are those of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, bucket: Bucket, *, is_last: bool, buffer: Tensor | None = None) -> None:
+        self._bucket = bucket
+        self._is_last = is_last
+        flat = bucket.payload if buffer is None else buffer
+        assert flat is not None
+        # A tensor object of its own: hooks may resize what they are given, and ours must not change.
+        self._buffer = flat.view(-1)
+
+    def index(self) -> int:
+        """The bucket's place in launch order."""
+        return self._bucket.spec.index
+
+    def buffer(self) -> Tensor:
+        """The flat gradients, not divided by anything."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let ``buffer`` stand for the flat gradients from now on (of this bucket, in this step)."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The parts of :meth:`buffer`, shaped as the parameters."""
+        slots, offsets = self._bucket.slots, self._bucket.spec.offsets
+        return [
+            self._buffer[offset : offset + slot.param.numel()].view(slot.param.shape)
+            if slot.param.is_contiguous()
+            else self._buffer.as_strided(slot.param.shape, slot.param.stride(), self._buffer.storage_offset() + offset)
+            for slot, offset in zip(slots, offsets, strict=True)
+        ]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return [slot.param for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the backward."""
+        return self._is_last
+
+
+CommHook = Callable[[object, GradBucket], "Future[Tensor]"]

@@ -1,0 +1,157 @@
+"""Making tensors alike on all ranks: parameters when a module is wrapped, buffers around forward."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline import _torch
+from paceline.control import Channel
+
+
+class BufferHookLocation(enum.Enum):
+    """When a buffer comm hook runs."""
+
+    PRE_FORWARD = enum.auto()
+    POST_FORWARD = enum.auto()
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """A function of the user that synchronises the buffers instead of the broadcast."""
+
+    hook: Callable[[Any, dict[str, Tensor]], Any]
+    state: Any
+    location: BufferHookLocation
+
+
+class Broadcast:
+    """Tensors of any dtype on their way from one rank, packed into one flat message of bytes."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, source: int, group: dist.ProcessGroup, channel: Channel) -> None:
+        # Widest elements first: each part then starts at a multiple of its element size.
+        self._tensors = sorted(tensors, key=lambda tensor: -tensor.element_size())
+        self._channel = channel
+        self._is_source = dist.get_rank(group) == source
+        device = self._tensors[0].device
+        if self._is_source:
+            with torch.no_grad():
+                self._bytes = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in self._tensors])
+        else:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
+            self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        work = dist.broadcast(self._bytes, group_src=source, group=group, async_op=True)
+        assert work is not None
+        self._work = work
+
+    def wait(self, what: str) -> None:
+        self._channel.wait(self._work, f"the broadcast of {what}")
+
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """(tensor, what the source holds for it), empty at the source itself."""
+        if self._is_source:
+            return []
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        pieces = self._bytes.split(sizes)
+        return [
+            (tensor, piece.view(tensor.dtype).view(tensor.shape))
+            for tensor, piece in zip(self._tensors, pieces, strict=True)
+        ]
+
+    def write(self) -> None:
+        """Write the source's values into the tensors, in place."""
+        pairs = self.parts()
+        if pairs:
+            with torch.no_grad():
+                _torch.copy_each([tensor.detach() for tensor, _ in pairs], [value for _, value in pairs])
+
+
+def broadcast_in_place(
+    tensors: Sequence[Tensor],
+    *,
+    source: int,
+    group: dist.ProcessGroup,
+    channel: Channel,
+    what: str,
+    chunk_bytes: int,
+) -> None:
+    """Write rank ``source``'s values into ``tensors`` on all ranks, a large chunk at a time."""
+    chunk: list[Tensor] = []
+    size_bytes = 0
+    for n, tensor in enumerate(tensors):
+        chunk.append(tensor)
+        size_bytes += tensor.numel() * tensor.element_size()
+        last = n == len(tensors) - 1
+        if last or size_bytes >= chunk_bytes or tensors[n + 1].device != tensor.device:
+            message = Broadcast(chunk, source=source, group=group, channel=channel)
+            message.wait(what)
+            message.write()
+            chunk, size_bytes = [], 0
+
+
+class BufferSync:
+    """Keeps the buffers of a module alike across ranks. Reads the module anew each time: buffers get reassigned."""
+
+    def __init__(self, module: nn.Module, *, ignored: frozenset[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self.hook: BufferHook | None = None
+        self._on_its_way: Broadcast | None = None
+        self._visit()
+
+    def _visit(self) -> None:
+        owners = [(prefix, owner) for prefix, owner in self._module.named_modules()]
+        self._holders = [(f"{prefix}." if prefix else "", owner._buffers) for prefix, owner in owners]
+        self._children = [owner._modules for _, owner in owners]
+        self._n_children = list(map(len, self._children))
+
+    def places(self) -> list[tuple[dict[str, Tensor | None], str, str, Tensor]]:
+        """(dictionary that holds it, key in it, full name, buffer) of each buffer that takes part, as of now."""
+        if list(map(len, self._children)) != self._n_children:
+            self._visit()
+        seen: set[int] = set()
+        found = []
+        for prefix, holder in self._holders:
+            for key, buffer in holder.items():
+                if buffer is not None and id(buffer) not in seen and prefix + key not in self._ignored:
+                    seen.add(id(buffer))
+                    found.append((holder, key, prefix + key, buffer))
+        return found
+
+    def named(self) -> dict[str, Tensor]:
+        return {name: buffer for _, _, name, buffer in self.places()}
+
+    def broadcast(self, *, source: int, group: dist.ProcessGroup, channel: Channel, keep_old: bool) -> None:
+        """Give all ranks the buffers of rank ``source``.
+
+        With ``keep_old`` the buffers become new tensors instead of being overwritten: an earlier forward may
+        have saved them for its backward. The source does not wait: it has what it needs.
+        """
+        self.wait()
+        places = self.places()
+        for device in dict.fromkeys(buffer.device for *_, buffer in places):
+            here = [place for place in places if place[3].device == device]
+            message = Broadcast([place[3] for place in here], source=source, group=group, channel=channel)
+            if dist.get_rank(group) == source:
+                self._on_its_way = message
+                continue
+            message.wait("buffers")
+            if not keep_old:
+                message.write()
+                continue
+            values = {id(buffer): value for buffer, value in message.parts()}
+            for holder, key, _, buffer in here:
+                # A tensor of its own: the message would stay in memory with the last of its parts.
+                holder[key] = torch.empty_like(buffer).copy_(values[id(buffer)])
+
+    def wait(self) -> None:
+        """Let the last broadcast that this rank sent come to its end."""
+        if self._on_its_way is not None:
+            message, self._on_its_way = self._on_its_way, None
+            message.wait("buffers")

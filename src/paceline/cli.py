@@ -1,0 +1,78 @@
+"""The ``paceline`` command. Each sub-command is a function from its parsed flags to an exit code.
+
+::
+
+    paceline train [--nproc N] [--script PATH] [flags of the script ...]
+
+A wrong flag or value is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from paceline.launch import launch
+
+_EXAMPLE = Path("examples") / "train_gpt.py"
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaint is one line: the usage on top of it hides what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (``sys.argv`` by default) and return its exit code."""
+    parser = _Parser(prog="paceline", description="Data-parallel training that can be looked at.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    train = commands.add_parser(
+        "train",
+        help="run a training script on ranks of this machine",
+        description=(
+            "Start N ranks of a training script on this machine, one thread each (OMP_NUM_THREADS if set). "
+            "Rank 0 writes to the terminal; what other ranks write is shown if they fail. "
+            "Ctrl-C ends all of them cleanly, twice at once."
+        ),
+        epilog=f"All other flags go to the script. For its own: python {_EXAMPLE} --help",
+        # An abbreviation would swallow flags that are meant for the script.
+        allow_abbrev=False,
+    )
+    train.add_argument("--nproc", type=_rank_count, default=2, metavar="N", help="ranks to start (default: 2)")
+    train.add_argument("--script", type=Path, metavar="PATH", help=f"what to run (default: {_EXAMPLE})")
+    flags, rest = parser.parse_known_args(argv)
+    if rest[:1] == ["--"]:
+        rest = rest[1:]
+    script = flags.script if flags.script is not None else find_example()
+    if script is None:
+        train.error(
+            f"{_EXAMPLE} is neither beside this package nor in the current directory; "
+            f"run this in a checkout of Paceline, or name your own script with --script PATH"
+        )
+    if not script.is_file():
+        train.error(f"argument --script: there is no file {str(script)!r}")
+    return launch([sys.executable, str(script), *rest], nproc=flags.nproc)
+
+
+def find_example() -> Path | None:
+    """Return the example of the checkout that this package or the current directory belongs to."""
+    checkout = Path(__file__).resolve().parents[2]
+    for root in (checkout, Path.cwd()):
+        if (root / _EXAMPLE).is_file():
+            return root / _EXAMPLE
+    return None
+
+
+def _rank_count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return count

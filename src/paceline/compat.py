@@ -1,0 +1,353 @@
+"""The names that code written for torch's class calls, each forwarding to ours.
+
+Nothing is implemented here. docs/from-torch.md lists what each does and where it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline import _torch, hooks
+from paceline.buffers import BufferHookLocation
+from paceline.errors import BadArgumentError, StateError
+from paceline.join import highest_rank
+from paceline.logging_data import logging_data
+from paceline.messages import unfinished_message
+from paceline.outputs import find_tensors
+from paceline.precision import cast_floats
+from paceline.roster import IGNORE_ATTRIBUTE, ignored_names, makes_sparse_gradients
+
+if TYPE_CHECKING:
+    from paceline.module import DistributedDataParallel
+    from paceline.reducer import Reducer
+
+
+class TorchReducer:
+    """What code reaches for on ``ddp.reducer``."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._ours = reducer
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks used each parameter in the last synchronised backward."""
+        return torch.tensor(self._ours.used_counts, dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        return self._ours.graph_is_static
+
+    def _rebuild_buckets(self) -> bool:
+        """Buckets are rebuilt at the end of the first synchronised backward, by themselves."""
+        return False
+
+    def _set_static_graph(self) -> None:
+        self._ours.set_static_graph()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._ours.stop_listening()
+
+    def _check_reducer_finalized(self) -> None:
+        check_finalized(self._ours)
+
+    def _run_allreduce_hook(self, bucket: Any) -> Any:
+        """Sum a bucket over the ranks, not divided; for hooks written on top of it."""
+        work = dist.all_reduce(bucket.buffer(), group=self._ours.group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _get_zeros_like_grad_buckets(self) -> list[Tensor]:
+        """Flat zeros in the shape of each bucket."""
+        return [
+            torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype), device=spec.device)
+            for spec in self._ours.plan.buckets
+        ]
+
+
+def check_finalized(reducer: Reducer) -> None:
+    missing = reducer.unfinished()
+    if missing:
+        raise StateError(unfinished_message(missing, reducer.channel.rank))
+
+
+class TorchNames:
+    """Underscored methods and attributes of torch's DistributedDataParallel."""
+
+    # -- state that torch keeps as attributes --------------------------------------------------------
+
+    @property
+    def _distributed_rank(self: Any) -> int:
+        return dist.get_rank(self.process_group)
+
+    @property
+    def _has_rebuilt_buckets(self: Any) -> bool:
+        return bool(self._reducer.has_rebuilt)
+
+    @property
+    def _comm_hooks(self: Any) -> list[tuple[Any, Any]]:
+        ours = self._reducer
+        return [] if ours.hook is None else [(ours.hook, ours.hook_state)]
+
+    @property
+    def broadcast_buffers(self: Any) -> bool:
+        return bool(self.forward_sync_buffers)
+
+    @property
+    def broadcast_bucket_size(self: Any) -> int:
+        from paceline.options import BROADCAST_CHUNK_BYTES
+
+        return BROADCAST_CHUNK_BYTES
+
+    @property
+    def bucket_bytes_cap(self: Any) -> int:
+        return int(self.caps.main_bytes)
+
+    @property
+    def bucket_bytes_cap_list(self: Any) -> list[int]:
+        return list(self.caps.caps_bytes) if self.caps.from_list else []
+
+    @property
+    def bucket_bytes_cap_default(self: Any) -> bool:
+        return bool(self.caps.is_default)
+
+    @property
+    def device(self: Any) -> torch.device:
+        return self.placement.device
+
+    @property
+    def device_type(self: Any) -> str:
+        return str(self.placement.device.type)
+
+    @property
+    def device_ids(self: Any) -> list[int] | None:
+        return self.placement.device_ids
+
+    @property
+    def output_device(self: Any) -> Any:
+        return self.placement.output_device
+
+    @property
+    def is_multi_device_module(self: Any) -> bool:
+        return bool(self.placement.is_multi_device)
+
+    @property
+    def modules_buffers(self: Any) -> list[Tensor]:
+        return list(self._buffer_sync.named().values())
+
+    @property
+    def named_module_buffers(self: Any) -> dict[str, Tensor]:
+        return dict(self._buffer_sync.named())
+
+    # -- parameters ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Leave these (fully qualified names) alone when ``module`` is wrapped."""
+        names = list(params_and_buffers_to_ignore)
+        setattr(module, IGNORE_ATTRIBUTE, names)
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters of ``module`` that a wrapper of it would reduce."""
+        ignored = ignored_names(module)
+        inner = getattr(module, "module", None)
+        if isinstance(module, TorchNames) and isinstance(inner, nn.Module):
+            ignored = frozenset(f"module.{name}" for name in ignored_names(inner))
+        for name, param in module.named_parameters():
+            if name not in ignored:
+                yield (name, param) if named_params else param
+
+    def _get_parameters(self: Any, m: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+        yield from m.parameters(recurse=recurse)
+
+    def _build_params_for_reducer(self: Any) -> tuple[list[Tensor], list[bool]]:
+        """The trainable parameters and whether each one's gradient is sparse."""
+        roster = self._read_roster()
+        pairs = [(p, spec) for p, spec in zip(roster.params, roster.specs, strict=True) if spec.requires_grad]
+        return [param for param, _ in pairs], [spec.sparse for _, spec in pairs]
+
+    def _build_debug_param_to_name_mapping(self: Any, parameters: list[Tensor]) -> dict[int, str]:
+        """Index in ``parameters`` -> name."""
+        named = {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+        place = {id(param): n for n, param in enumerate(parameters)}
+        mapping = {}
+        for name, param in named.items():
+            if param.requires_grad:
+                if id(param) not in place:
+                    raise BadArgumentError(f"Param with name {name} is not in the list of parameters.")
+                mapping[place[id(param)]] = name
+        if len(mapping) != len(parameters):
+            raise BadArgumentError(
+                f"Expected param to name mapping to cover all {len(parameters)} parameters, but the module has names "
+                f"for {len(mapping)}."
+            )
+        return mapping
+
+    def _assign_modules_buffers(self: Any) -> None:
+        """Buffers are read from the module each time; there is no list to renew."""
+
+    # -- graph and hooks -----------------------------------------------------------------------------
+
+    def _set_static_graph(self: Any) -> None:
+        """Promise that every backward uses the same parameters; before the first one."""
+        try:
+            self._reducer.set_static_graph()
+        except StateError as error:
+            self.fail(error)
+        self.static_graph = True
+
+    def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
+        builtin: dict[Any, Callable[..., Any]] = {
+            dist.BuiltinCommHookType.ALLREDUCE: hooks.allreduce,
+            dist.BuiltinCommHookType.FP16_COMPRESS: hooks.fp16_compress,
+        }
+        if comm_hook_type not in builtin:
+            raise BadArgumentError(f"{comm_hook_type!r} is not a built-in comm hook; use one of {list(builtin)}.")
+        self.register_comm_hook(self.process_group, builtin[comm_hook_type])
+        self._hook_names[-1] = str(comm_hook_type)
+
+    def _register_buffer_comm_hook(
+        self: Any, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        name = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
+        self.register_buffer_hook(state, hook, BufferHookLocation[name])
+
+    def _register_fused_optim(self: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Step each parameter as soon as its gradient is reduced."""
+        params = optim_params if optim_params is not None else self.parameters()
+        _torch.overlapped_optimizer(optim, params, *args, **kwargs).register_ddp(self)
+
+    def _check_comm_hook(self: Any, hook: Any) -> None:
+        if not callable(hook):
+            self.fail(TypeError("A communication hook must be callable."))
+
+    def _remove_autograd_hooks(self: Any) -> None:
+        self._reducer.stop_listening()
+
+    def _check_reducer_finalized(self: Any) -> None:
+        check_finalized(self._reducer)
+
+    def _set_ddp_sink_clone(self: Any, val: bool) -> None:
+        """Outputs are never cloned here; there is nothing to switch off."""
+
+    def _set_sparse_metadata(self: Any, global_unique_ids: Any) -> None:
+        """Sparse gradients find their rows by themselves; the hint is not needed."""
+
+    def _update_process_group(self: Any, new_process_group: Any) -> None:
+        self.update_process_group(new_process_group)
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return self.pre_forward(*inputs, **kwargs)
+
+    def _run_ddp_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return self.run_forward(*inputs, **kwargs)
+
+    def _post_forward(self: Any, output: Any) -> Any:
+        return self.post_forward(output)
+
+    def _inside_ddp_forward(self: Any) -> contextlib.AbstractContextManager[None]:
+        return self.inside_forward()
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
+        from paceline.module import DistributedDataParallel
+
+        return DistributedDataParallel._active_ddp_module
+
+    # -- buffers -------------------------------------------------------------------------------------
+
+    def will_sync_module_buffers(self: Any) -> bool:
+        return bool(self.will_sync_buffers())
+
+    def _sync_buffers(self: Any) -> None:
+        self.sync_buffers()
+
+    def _sync_module_buffers(self: Any, authoritative_rank: int) -> None:
+        self.sync_buffers(source=authoritative_rank)
+
+    def _check_sync_bufs_pre_fwd(self: Any) -> bool:
+        hook = self._buffer_sync.hook
+        return bool(self.will_sync_buffers() and (hook is None or hook.location is BufferHookLocation.PRE_FORWARD))
+
+    def _check_sync_bufs_post_fwd(self: Any) -> bool:
+        hook = self._buffer_sync.hook
+        return bool(self.will_sync_buffers() and hook is not None and hook.location is BufferHookLocation.POST_FORWARD)
+
+    def _check_and_sync_module_buffers(self: Any) -> None:
+        if self._check_sync_bufs_pre_fwd():
+            self.sync_buffers(source=self._authoritative_rank)
+
+    def _default_broadcast_coalesced(
+        self: Any, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Overwrite ``bufs`` (all buffers if not given) with the authoritative rank's."""
+        tensors = self.modules_buffers if bufs is None else list(bufs)
+        self.broadcast_tensors(tensors, source=authoritative_rank, chunk_bytes=bucket_size)
+
+    def _distributed_broadcast_coalesced(
+        self: Any, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        self.broadcast_tensors(list(tensors), source=authoritative_rank, chunk_bytes=buffer_size)
+
+    # -- join ----------------------------------------------------------------------------------------
+
+    def _find_common_rank(self: Any, input_rank: int, rank_cond: bool) -> int:
+        return highest_rank(rank_cond, rank=input_rank, group=self.process_group, device=self.placement.device)
+
+    def _sync_final_model(self: Any, is_last_joiner: bool) -> None:
+        self.sync_final_model(is_last_joiner=is_last_joiner)
+
+    def _match_all_reduce_for_bwd_pass(self: Any) -> None:
+        self._reducer.shadow_backward()
+
+    # -- logging -------------------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
+        return logging_data(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self: Any, sample_rate: int) -> None:
+        if sample_rate < 1:
+            self.fail(StateError(f"The sample rate must be at least 1, not {sample_rate}."))
+        self._sample_rate = int(sample_rate)
+
+    def _log_and_throw(self: Any, err_type: type[Exception], err_msg: str) -> None:
+        self.fail(err_type(err_msg))
+
+    # -- mixed precision -----------------------------------------------------------------------------
+
+    def mark_mixed_precision(self: Any) -> None:
+        """Show each parameter's two dtypes under the attributes that torch's class leaves on it."""
+        dtype = self.mixed_precision.param_dtype
+        for name, param in self.module.named_parameters():
+            if name not in self.parameters_to_ignore and param.is_floating_point():
+                param._fp_param = param.data
+                param._mp_param = torch.empty(0, dtype=dtype or param.dtype, device=param.device)
+
+
+# Module-level names of torch.nn.parallel.distributed.
+_BufferCommHookLocation = BufferHookLocation
+_find_tensors = find_tensors
+
+
+def _cast_buffers(mixed_precision_config: Any, root_module: nn.Module) -> None:
+    dtype = mixed_precision_config.buffer_dtype
+    for module in root_module.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and dtype is not None:
+                module._buffers[key] = cast_floats(buffer, dtype)
+
+
+def _dump_DDP_relevant_env_vars() -> str:
+    from paceline.logging_data import ENVIRONMENT
+    from paceline.options import environment
+
+    return "\n".join(f"env:{name}={environment(name) or 'N/A'}" for name in ENVIRONMENT)
+
+
+produces_sparse_gradient = makes_sparse_gradients

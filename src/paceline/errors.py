@@ -1,0 +1,69 @@
+"""The exception tree.
+
+::
+
+    PacelineError
+    +-- MisuseError            the caller asked for something that cannot work; nothing was lost
+    |   +-- BadArgumentError   (ValueError)   an argument has a wrong value
+    |   +-- BadTypeError       (TypeError)    an argument has a wrong type
+    |   +-- StateError         (RuntimeError) right call, wrong moment: after an error, mid-backward, ...
+    +-- DisagreementError      (RuntimeError) ranks differ where they must be alike
+    |   +-- ParameterMismatchError            parameter sets, shapes, dtypes, strides or requires_grad
+    |   +-- ContractError                     a promise (static_graph, ...) was broken
+    +-- PeerError              (RuntimeError) another rank is the cause; this group cannot go on
+        +-- PeerFailedError                   another rank raised
+        +-- RankLostError                     another rank is gone or silent past the deadline
+
+Every class below ``PacelineError`` is also the built-in exception that torch's class raises in that
+place, so ``except`` clauses written for torch keep working.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of everything Paceline raises."""
+
+
+class MisuseError(PacelineError):
+    """The caller asked for something that cannot work; nothing was started, nothing is lost."""
+
+
+class BadArgumentError(MisuseError, ValueError):
+    """An argument has a wrong value."""
+
+
+class BadTypeError(MisuseError, TypeError):
+    """An argument has a wrong type."""
+
+
+class StateError(MisuseError, RuntimeError):
+    """The call is right but the moment is wrong: after an error, in the middle of backward, ..."""
+
+
+class DisagreementError(PacelineError, RuntimeError):
+    """Ranks differ where they must be alike."""
+
+
+class ParameterMismatchError(DisagreementError):
+    """Ranks were given different parameters: names, order, shapes, dtypes, strides or requires_grad."""
+
+
+class ContractError(DisagreementError):
+    """A promise given to the constructor (``static_graph`` and the like) was broken by some rank."""
+
+
+class PeerError(PacelineError, RuntimeError):
+    """Another rank is the cause of this error; the process group cannot go on."""
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerFailedError(PeerError):
+    """Another rank raised an exception while this one was waiting for it."""
+
+
+class RankLostError(PeerError):
+    """Another rank is gone, or stayed silent past the deadline."""

@@ -1,0 +1,143 @@
+"""How a bucket's gradients cross the ranks: plain all-reduce, a comm hook, or a sparse all-reduce.
+
+Each ``start_*`` begins the communication in the calling thread and returns a *finish*: a function that waits
+and leaves the result in place. What happens between the two is the overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from paceline.bucket import CommHook, GradBucket
+from paceline.control import Channel
+from paceline.errors import BadTypeError
+
+Finish = Callable[[], None]
+
+
+def start_all_reduce(
+    tensor: Tensor, *, group: dist.ProcessGroup, channel: Channel, what: str, reduce_dtype: torch.dtype | None
+) -> Finish:
+    """Sum ``tensor`` over the ranks, in ``reduce_dtype`` if given."""
+    sent = tensor if reduce_dtype in (None, tensor.dtype) else tensor.to(reduce_dtype)
+    work = dist.all_reduce(sent, group=group, async_op=True)
+    assert work is not None
+
+    def finish() -> None:
+        channel.wait(work, f"the all-reduce of {what}")
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    return finish
+
+
+def start_hook(
+    hook: CommHook,
+    state: object,
+    bucket: GradBucket,
+    target: Tensor,
+    *,
+    channel: Channel,
+    what: str,
+    overlaps: bool,
+) -> Finish:
+    """Let a comm hook communicate ``bucket``; its result ends up in ``target``."""
+    future = hook(state, bucket)
+    if not isinstance(future, Future):
+        raise BadTypeError(
+            f"The comm hook {hook_name(hook)} returned a {type(future).__name__} for {what}; it must return a "
+            "torch.futures.Future that will hold one tensor. A hook that has nothing to wait for returns a "
+            "future with set_result(bucket.buffer()) called on it."
+        )
+    doing = f"the comm hook {hook_name(hook)} for {what}"
+    if not overlaps:
+        # It may start further collectives from its callbacks, on a communication thread: with a second
+        # bucket under way, ranks would issue them in different orders.
+        channel.wait_future(future, doing)
+
+    def finish() -> None:
+        result = channel.wait_future(future, doing)
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            result = result[0]
+        if not isinstance(result, Tensor):
+            raise BadTypeError(
+                f"The future of comm hook {hook_name(hook)} holds a {type(result).__name__} for {what}; "
+                "it must hold one tensor."
+            )
+        if target.is_sparse:
+            return
+        if result.numel() < target.numel():
+            raise BadTypeError(
+                f"Comm hook {hook_name(hook)} returned {result.numel()} elements for {what}, which has "
+                f"{target.numel()}: return the whole bucket."
+            )
+        # Some hooks pad the buffer they return; the gradients are its beginning.
+        result = result.view(-1)[: target.numel()]
+        if result.data_ptr() != target.data_ptr() or result.dtype != target.dtype:
+            target.copy_(result)
+
+    return finish
+
+
+def start_sparse_all_reduce(
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    channel: Channel,
+    what: str,
+    deliver: Callable[[Tensor], None],
+) -> Finish:
+    """Sum a sparse tensor over the ranks; rows may differ from rank to rank."""
+    tensor = tensor.coalesce()
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+
+        def finish() -> None:
+            channel.wait(work, f"the sparse all-reduce of {what}")
+            deliver(tensor)
+
+        return finish
+    # No other backend sums sparse tensors: gather everybody's rows, padded to the longest, and add them up.
+    size = dist.get_world_size(group)
+    lengths = torch.zeros(size, dtype=torch.long, device=tensor.device)
+    lengths[dist.get_rank(group)] = tensor._nnz()
+    dist.all_reduce(lengths, group=group)
+    longest = int(lengths.max())
+
+    def padded(part: Tensor) -> Tensor:
+        full = part.new_zeros((longest, *part.shape[1:]))
+        full[: len(part)] = part
+        return full
+
+    indices, values = padded(tensor.indices().t()), padded(tensor.values())
+    all_indices, all_values = (
+        indices.new_empty((size, *indices.shape)),
+        values.new_empty((size, *values.shape)),
+    )
+    works = [
+        dist.all_gather_into_tensor(all_indices, indices, group=group, async_op=True),
+        dist.all_gather_into_tensor(all_values, values, group=group, async_op=True),
+    ]
+
+    def finish_gathered() -> None:
+        for work in works:
+            assert work is not None
+            channel.wait(work, f"the sparse gather of {what}")
+        rows = lengths.tolist()
+        index = torch.cat([part[:n] for part, n in zip(all_indices, rows, strict=True)]).t()
+        value = torch.cat([part[:n] for part, n in zip(all_values, rows, strict=True)])
+        deliver(torch.sparse_coo_tensor(index, value, tensor.shape, check_invariants=False).coalesce())
+
+    return finish_gathered
+
+
+def hook_name(hook: object) -> str:
+    """The name of a comm hook, also of a ``functools.partial`` or an object with ``__call__``."""
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

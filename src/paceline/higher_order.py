@@ -1,0 +1,77 @@
+"""``backward(create_graph=True)``: averaged gradients that can be differentiated again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.bucket import Bucket, is_dense
+
+
+class AverageAcrossRanks(torch.autograd.Function):
+    """Sum over the ranks, scaled. Linear and symmetric in the ranks: its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, scale: float, reduce: Callable[[Tensor], None]) -> Tensor:
+        ctx.scale, ctx.reduce = scale, reduce
+        total = flat * scale
+        reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return AverageAcrossRanks.apply(grad, ctx.scale, ctx.reduce), None, None
+
+
+def average_with_graph(
+    bucket: Bucket, scale: float, reduce: Callable[[Tensor], None], tail: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """The averaged gradients of ``bucket`` with the graph of how they came about.
+
+    ``tail`` travels behind them, as it does in an ordinary step: a rank that does not need the graph may take
+    part with one that does. Its sum is the second result.
+    """
+    parts = []
+    for slot in bucket.slots:
+        grad = slot.param.grad if slot.owned else None
+        parts.append(_flatten(grad if grad is not None else torch.zeros_like(slot.param), slot.param))
+    with torch.enable_grad():
+        if tail is not None:
+            # The function scales all it is given; the tail is to arrive as it is.
+            parts.append(tail / scale)
+        flat = AverageAcrossRanks.apply(torch.cat(parts), scale, reduce)
+        grads = [
+            _unflatten(flat, offset, slot.param) for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True)
+        ]
+    total = None if tail is None else flat.detach()[-tail.numel() :]
+    return grads, total
+
+
+def _flatten(grad: Tensor, param: Tensor) -> Tensor:
+    """The elements in the order in which the parameter's lie in memory."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if param.is_contiguous() or not is_dense(param):
+        return grad.reshape(-1)
+    by_stride = sorted(range(param.dim()), key=param.stride, reverse=True)
+    return grad.permute(by_stride).reshape(-1)
+
+
+def _unflatten(flat: Tensor, offset: int, param: Tensor) -> Tensor:
+    part = flat[offset : offset + param.numel()]
+    if param.is_contiguous() or not is_dense(param):
+        return part.view(param.shape)
+    by_stride = sorted(range(param.dim()), key=param.stride, reverse=True)
+    back = sorted(range(param.dim()), key=by_stride.__getitem__)
+    return part.view([param.shape[d] for d in by_stride]).permute(back)
+
+
+def blocking_sum(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+    def reduce(tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=group)
+
+    return reduce

@@ -1,0 +1,32 @@
+"""Comm hooks: what to do with a bucket of gradients instead of plain averaging.
+
+- ``contract``: what a hook is given and must return; which hooks may overlap.
+- ``allreduce``: plain averaging as a hook.
+- ``compress``: float16 and bfloat16, as hooks and as wrappers ``fp16(hook)``, ``bf16(hook)`` of others.
+- ``powersgd``: low-rank compression with error feedback.
+
+::
+
+    ddp.register_comm_hook(None, paceline.hooks.bf16_compress)
+"""
+
+from __future__ import annotations
+
+from paceline.hooks.allreduce import allreduce
+from paceline.hooks.compress import bf16, bf16_compress, fp16, fp16_compress
+from paceline.hooks.contract import Bucket, Hook, overlapping, overlaps
+from paceline.hooks.powersgd import PowerSGDState, powersgd
+
+__all__ = [
+    "Bucket",
+    "Hook",
+    "PowerSGDState",
+    "allreduce",
+    "bf16",
+    "bf16_compress",
+    "fp16",
+    "fp16_compress",
+    "overlapping",
+    "overlaps",
+    "powersgd",
+]

@@ -1,0 +1,563 @@
+"""``DistributedDataParallel``: a module whose backward averages gradients across ranks. Thin: it connects."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.profiler import record_function
+
+from paceline import _torch, hooks
+from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
+from paceline.compat import TorchNames, TorchReducer
+from paceline.control import Channel
+from paceline.errors import BadArgumentError, BadTypeError, StateError
+from paceline.exchange import hook_name
+from paceline.join import SILENCE, Word, exchange_word, highest_rank, hook_from_arguments
+from paceline.options import BROADCAST_CHUNK_BYTES, BufferPolicy, Caps, Delay, Placement, choose_group
+from paceline.outputs import find_tensors, tie_to_graph, unreachable_params
+from paceline.plan import BucketPlan
+from paceline.precision import Swap
+from paceline.reducer import Phase, Reducer, ReducerOptions
+from paceline.roster import Roster, ignored_names
+from paceline.telemetry import now_ns
+
+SPEC_FIELDS = ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed"]
+
+# Several wrappers may share parameters (one module wrapped anew, a wrapper inside a wrapper).
+_live_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+    """Replicate ``module`` on every rank and average its gradients during backward.
+
+    A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`: the arguments are the same, by name,
+    order and default. What holds, and when it stops holding, is in docs/guarantees.md.
+
+    >>> import torch, paceline
+    >>> world = paceline.init()
+    >>> model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> paceline.shutdown()
+    """
+
+    _active_ddp_module: DistributedDataParallel | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        if not isinstance(module, nn.Module):
+            raise BadTypeError(f"DistributedDataParallel wraps an nn.Module, not a {type(module).__name__}.")
+        self.process_group = choose_group(process_group, device_mesh)
+        channel = Channel(self.process_group)
+        try:
+            self._check_and_keep_arguments(
+                module=module,
+                device_ids=device_ids,
+                output_device=output_device,
+                dim=dim,
+                buffer_policy=BufferPolicy.from_arguments(broadcast_buffers, forward_sync_buffers),
+                caps=Caps.from_arguments(bucket_cap_mb, bucket_cap_mb_list),
+                find_unused_parameters=find_unused_parameters,
+                check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                delay=Delay.from_arguments(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
+                mixed_precision=mixed_precision,
+                device_mesh=device_mesh,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                batched_grad_copy=batched_grad_copy,
+            )
+            roster = self._read_roster()
+            self._check_roster(roster)
+        except BaseException as error:
+            # The other ranks may be about to compare notes with this one.
+            channel.report("the constructor of DistributedDataParallel", error)
+            raise
+        self._start(roster, channel, verify=init_sync)
+        if init_sync:
+            self._broadcast_state()
+        if mixed_precision is not None:
+            self.set_mixed_precision(mixed_precision)
+
+    def _check_and_keep_arguments(self, **arguments: Any) -> None:
+        """Check what can be checked on this rank alone, and keep it under torch's attribute names."""
+        module = arguments["module"]
+        if arguments["check_reduction"]:
+            warnings.warn(
+                "The `check_reduction` argument of `DistributedDataParallel` is deprecated and does nothing.",
+                FutureWarning,
+                stacklevel=4,
+            )
+        if arguments["static_graph"] and arguments["find_unused_parameters"]:
+            warnings.warn(
+                "find_unused_parameters=True is not needed with static_graph=True, which finds unused parameters by "
+                "itself.",
+                UserWarning,
+                stacklevel=4,
+            )
+        self.parameters_to_ignore = set(ignored_names(module))
+        self.module = module
+        self.dim = arguments["dim"]
+        self.device_mesh = arguments["device_mesh"]
+        self.find_unused_parameters = bool(arguments["find_unused_parameters"])
+        self.gradient_as_bucket_view = bool(arguments["gradient_as_bucket_view"])
+        self.static_graph = bool(arguments["static_graph"])
+        self.skip_all_reduce_unused_params = bool(arguments["skip_all_reduce_unused_params"])
+        self.batched_grad_copy = bool(arguments["batched_grad_copy"])
+        self.mixed_precision = None
+        self.caps: Caps = arguments["caps"]
+        self.delay: Delay = arguments["delay"]
+        self.buffer_policy: BufferPolicy = arguments["buffer_policy"]
+        self.forward_sync_buffers = self.buffer_policy.before_forward
+        self._device_arguments = (arguments["device_ids"], arguments["output_device"])
+        self.require_forward_param_sync = True
+        self.logger = None
+
+    def _read_roster(self) -> Roster:
+        return Roster(self.module, ignored=frozenset(self.parameters_to_ignore), delayed=self.delay.names)
+
+    def _check_roster(self, roster: Roster) -> None:
+        if not any(spec.requires_grad for spec in roster.specs):
+            raise StateError(
+                "DistributedDataParallel is not needed when a module has no parameter that requires a gradient: "
+                f"{type(self.module).__name__} has {len(roster.specs)} parameters and none is trainable. Use the "
+                "module as it is."
+            )
+        self.placement = Placement.from_arguments(roster.params, *self._device_arguments)
+
+    def _start(self, roster: Roster, channel: Channel, *, verify: bool) -> None:
+        """Agree with the other ranks, then make what runs the steps."""
+        module_ref = weakref.ref(self)
+
+        def reread() -> Roster:
+            ddp = module_ref()
+            assert ddp is not None
+            return ddp._read_roster()
+
+        options = ReducerOptions(
+            caps_bytes=self.caps.caps_bytes,
+            static_graph=self.static_graph,
+            skip_unused=self.skip_all_reduce_unused_params,
+            rebuild=self.static_graph or not self.find_unused_parameters,
+            stable_storage=self.gradient_as_bucket_view,
+            copy_in_batches=self.batched_grad_copy,
+        )
+        self._reducer = Reducer(roster, group=self.process_group, channel=channel, options=options, reread=reread)
+        self._buffer_sync = BufferSync(self.module, ignored=frozenset(self.parameters_to_ignore))
+        self._hook_names: list[str] = []
+        self._iterations = 0
+        self._sample_rate = 100
+        self._sampled_iteration = 0
+        self._last_error = ""
+        self._authoritative_rank = 0
+        self._divide_by_initial_world_size = True
+        self._ran_in_join = False
+        self._swap: Swap | None = None
+        # Made on first use: a tensor kept for every wrapper would be one too many for most.
+        self._anchor: Tensor | None = None
+        if verify:
+            plan = self._reducer.plan
+            channel.agree("parameters", plan.fingerprint, lambda: [s.row() for s in plan.specs], SPEC_FIELDS)
+        self._take_over()
+        _live_reducers.add(self._reducer)
+
+    def _broadcast_state(self) -> None:
+        """Give all ranks the parameters (frozen ones too) and buffers of rank 0."""
+        tensors: list[Tensor] = list(self._reducer.roster.params)
+        if self.buffer_policy.at_start:
+            tensors += self._buffer_sync.named().values()
+        self.broadcast_tensors(tensors)
+
+    def broadcast_tensors(self, tensors: list[Tensor], *, source: int = 0, chunk_bytes: int | None = None) -> None:
+        """Overwrite ``tensors`` on all ranks with rank ``source``'s (its number in this group)."""
+        if self._reducer.channel.size > 1 and tensors:
+            broadcast_in_place(
+                tensors,
+                source=source,
+                group=self.process_group,
+                channel=self._reducer.channel,
+                what="parameters and buffers",
+                chunk_bytes=chunk_bytes or BROADCAST_CHUNK_BYTES,
+            )
+
+    def _take_over(self) -> None:
+        """This wrapper is the one in use: others that share parameters with it leave those to it."""
+        for other in list(_live_reducers):
+            if other is not self._reducer and other.shares_with(self._reducer):
+                other.yield_to(self._reducer)
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with record_function("DistributedDataParallel.forward"):
+            try:
+                inputs, kwargs = self.pre_forward(*inputs, **kwargs)
+                output = self.run_forward(*inputs, **kwargs)
+                return self.post_forward(output)
+            except Exception as error:
+                self._note_failure(error)
+                raise
+
+    def _note_failure(self, error: Exception) -> None:
+        self._last_error = str(error)
+        if self._reducer.channel.size > 1:
+            self._reducer.channel.report("forward", error)
+
+    def pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What happens before the module runs: buffers, inputs, the word inside ``join``."""
+        reducer = self._reducer
+        reducer.check_usable()
+        will_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if will_sync:
+            self._count_iteration()
+        if DistributedDataParallel._active_ddp_module is None:
+            self._take_over()
+        joining = _torch.is_joining(self)
+        source = 0
+        Join.notify_join_context(self)
+        reducer.divide_by_participants = joining and not self._divide_by_initial_world_size
+        if joining:
+            self._ran_in_join = True
+            word = Word(will_sync, self.will_sync_buffers(), reducer.channel.rank)
+            source = self._exchange_word(word).rank
+        if self._runs_buffer_hook(BufferHookLocation.PRE_FORWARD):
+            self._run_buffer_hook()
+        elif self.will_sync_buffers() and self._buffer_sync.hook is None:
+            self.sync_buffers(source=source)
+        if self.placement.device_ids:
+            moved_inputs, moved_kwargs = scatter_kwargs(inputs, kwargs, self.placement.device_ids, dim=self.dim)
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    def run_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self.inside_forward():
+            return self.module(*inputs, **kwargs)
+
+    def post_forward(self, output: Any) -> Any:
+        """What happens after the module ran: see to it that a backward of its output is noticed."""
+        if self._runs_buffer_hook(BufferHookLocation.POST_FORWARD):
+            self._run_buffer_hook()
+        reducer = self._reducer
+        reducer.telemetry.current.forward_end_ns = now_ns()
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if not torch.is_grad_enabled() or not reducer.active:
+            return output
+        tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+        if not tensors and self.module.training and self.require_backward_grad_sync:
+            output = tie_to_graph(output, self._anchor_tensor())
+            tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+        reducer.forwards_pending = reducer.forwards_pending or bool(tensors)
+        ref = weakref.ref(reducer)
+
+        def noticed(grads: Any) -> None:
+            alive = ref()
+            if alive is not None:
+                alive.output_needed()
+
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(noticed)
+        if self.find_unused_parameters and not self.static_graph and self.require_backward_grad_sync:
+            with record_function("search_unused_parameters"):
+                reducer.expect_unused(unreachable_params(tensors, reducer.roster.params))
+        return output
+
+    def _anchor_tensor(self) -> Tensor:
+        if self._anchor is None:
+            self._anchor = torch.zeros((), device=self.placement.device, requires_grad=True)
+        return self._anchor
+
+    @contextlib.contextmanager
+    def inside_forward(self) -> Iterator[None]:
+        """Mark this wrapper as the one whose forward runs."""
+        previous = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = previous
+
+    def _count_iteration(self) -> None:
+        n = self._iterations
+        self._iterations += 1
+        if n < 10 or n % self._sample_rate == 0:
+            self._sampled_iteration = n
+        times = self._reducer.telemetry.current
+        times.forward_start_ns = now_ns()
+
+    # -- synchronising -------------------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward synchronises gradients; read when that backward begins."""
+        return self._reducer.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reducer.enabled = bool(value)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to the gradients without synchronising them.
+
+        What counts is where backward runs, not where forward did.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @contextlib.contextmanager
+    def weighted(self, weight: float) -> Iterator[None]:
+        """Let each backward inside count ``weight`` in the average, its number of tokens or samples say.
+
+        Gradients become ``sum(weight * gradient) / sum(weight)`` over all ranks and all backwards since the last
+        synchronisation. Use it on every rank or on none. If all weights are zero, gradients are zero.
+
+        >>> with ddp.weighted(num_tokens):  # doctest: +SKIP
+        ...     loss.backward()
+        """
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+            raise BadArgumentError(f"A weight must be a finite number of at least 0, not {weight!r}.")
+        reducer = self._reducer
+        # One rank alone needs it too: the mean over several backwards is a weighted one.
+        reducer.activate()
+        factor = float(weight)
+        handles = [slot.param.register_hook(lambda grad: grad * factor) for slot in reducer.trainable()]
+        before, reducer.weight = reducer.weight, factor
+        try:
+            yield
+        finally:
+            reducer.weight = before
+            for handle in handles:
+                handle.remove()
+
+    def stats(self) -> dict[str, Any]:
+        """What can be said of the steps so far: see the keys."""
+        telemetry = self._reducer.telemetry
+        return {
+            "steps": telemetry.steps,
+            "buckets": len(self._reducer.plan.buckets),
+            "bytes_per_step": telemetry.sent_bytes,
+            "exposed_s": telemetry.last.exposed_ns / 1e9,
+            "exposed_total_s": telemetry.exposed_total_ns / 1e9,
+            "plan": self._reducer.plan,
+        }
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets as they are now."""
+        return self._reducer.plan
+
+    # -- comm hooks ----------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` communicate each bucket instead of averaging it; replaces an earlier one.
+
+        The hook gets gradients that are not divided, and returns a future of one tensor. See ``paceline.hooks``.
+        """
+        if not callable(hook):
+            self.fail(BadTypeError(f"A communication hook must be callable, not a {type(hook).__name__}."))
+        if self._reducer.phase is Phase.BACKWARD:
+            raise StateError("A comm hook cannot be registered while a backward is running.")
+        self._hook_names.append(hook_name(hook))
+        run = getattr(hooks, "resolve", lambda h: h)(hook)
+        self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run))
+
+    def remove_comm_hook(self) -> None:
+        """Average plainly again."""
+        self._reducer.use_hook(None, None, overlaps=True)
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error``, and remember it for the logging data."""
+        self._last_error = str(error)
+        raise error
+
+    # -- buffers -------------------------------------------------------------------------------------
+
+    def will_sync_buffers(self) -> bool:
+        """Whether the next forward synchronises buffers."""
+        return (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and self._reducer.channel.size > 1
+            and bool(self._buffer_sync.places())
+        )
+
+    def sync_buffers(self, *, source: int = 0) -> None:
+        """Give all ranks the buffers of rank ``source`` (its number in this group)."""
+        self._buffer_sync.broadcast(
+            source=source,
+            group=self.process_group,
+            channel=self._reducer.channel,
+            keep_old=self._reducer.forwards_pending,
+        )
+
+    def register_buffer_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, {name: buffer})`` synchronise buffers; it may return futures to wait for in backward."""
+        if not callable(hook):
+            raise BadTypeError(f"A buffer hook must be callable, not a {type(hook).__name__}.")
+        self._buffer_sync.hook = BufferHook(hook, state, location)
+
+    def _runs_buffer_hook(self, location: BufferHookLocation) -> bool:
+        hook = self._buffer_sync.hook
+        return hook is not None and hook.location is location and self.will_sync_buffers()
+
+    def _run_buffer_hook(self) -> None:
+        hook = self._buffer_sync.hook
+        assert hook is not None
+        futures = hook.hook(hook.state, self._buffer_sync.named())
+        if futures is not None:
+            channel = self._reducer.channel
+            self._reducer.on_finish.append(
+                lambda: [channel.wait_future(future, "a buffer hook") for future in futures] and None
+            )
+
+    # -- uneven inputs -------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with a different number of inputs on each rank: see torch.distributed.algorithms.join."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return hook_from_arguments(self, kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.placement.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def begin_join(self, *, divide_by_initial_world_size: bool) -> None:
+        self._divide_by_initial_world_size = divide_by_initial_world_size
+
+    def _exchange_word(self, word: Word) -> Word:
+        return exchange_word(word, group=self.process_group, device=self.placement.device)
+
+    def shadow_iteration(self) -> None:
+        """[Note: one word before each forward]: this rank has joined and follows the others."""
+        self._ran_in_join = True
+        word = self._exchange_word(SILENCE)
+        self._reducer.divide_by_participants = not self._divide_by_initial_world_size
+        if word.sync_buffers and self._buffer_sync.hook is None:
+            self.sync_buffers(source=word.rank)
+        if word.sync_gradients:
+            self._reducer.shadow_backward()
+
+    def sync_final_model(self, *, is_last_joiner: bool) -> None:
+        """Give all ranks the model of the highest rank that trained to the end."""
+        reducer = self._reducer
+        source = highest_rank(
+            is_last_joiner, rank=reducer.channel.rank, group=self.process_group, device=self.placement.device
+        )
+        self._authoritative_rank = source
+        tensors: list[Tensor] = list(reducer.roster.params)
+        if self.forward_sync_buffers:
+            tensors += self._buffer_sync.named().values()
+        self.broadcast_tensors(tensors, source=source)
+        reducer.divide_by_participants = False
+        _torch.leave_join(self)
+
+    # -- the rest of a module ------------------------------------------------------------------------
+
+    def set_mixed_precision(self, config: Any) -> None:
+        """Run forward and backward in low precision from now on; see :mod:`paceline.precision`."""
+        self.mixed_precision = config
+        self._swap = Swap(self.module, config, ignored=frozenset(self.parameters_to_ignore))
+        self._reducer.reduce_dtype = config.reduce_dtype or config.param_dtype
+        self._reducer.activate()
+        self.mark_mixed_precision()
+
+    def update_process_group(self, group: dist.ProcessGroup) -> None:
+        """Go on with another group (fewer or more ranks) without wrapping anew."""
+        group = choose_group(group, None)
+        self.process_group = group
+        self._reducer.move_to(group, Channel(group))
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        super().train(mode)
+        return self
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
+        return scatter_kwargs(inputs, kwargs, [device_id], dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return gather(outputs, output_device, dim=self.dim)
+
+    @property
+    def reducer(self) -> TorchReducer:
+        """The names that code written for torch calls on ``ddp.reducer``."""
+        return TorchReducer(self._reducer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        choose_group(None, None)
+        state = self.__dict__.copy()
+        for name in ("process_group", "_reducer", "_buffer_sync", "_swap", "_anchor", "logger"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = choose_group(None, None)
+        self.logger = None
+        mixed_precision, rate = self.mixed_precision, self._sample_rate
+        self._start(self._read_roster(), Channel(self.process_group), verify=False)
+        self._sample_rate = rate
+        if mixed_precision is not None:
+            self.set_mixed_precision(mixed_precision)
+
+
+DDP = DistributedDataParallel

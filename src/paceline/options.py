@@ -1,0 +1,193 @@
+"""Frozen options of the wrapper, checked before anything is communicated; the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline import _torch
+from paceline.errors import BadArgumentError, BadTypeError, StateError
+from paceline.plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MB
+
+# How much is broadcast at once when a module is wrapped.
+BROADCAST_CHUNK_BYTES = 250 * MB
+
+
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Bucket capacities, from what the user gave in MiB."""
+
+    caps_bytes: tuple[int, ...]
+    is_default: bool
+    from_list: bool
+
+    @property
+    def main_bytes(self) -> int:
+        return self.caps_bytes[-1]
+
+    @staticmethod
+    def from_arguments(bucket_cap_mb: Any, bucket_cap_mb_list: Any) -> Caps:
+        if bucket_cap_mb_list:
+            if isinstance(bucket_cap_mb_list, (str, bytes)) or not isinstance(bucket_cap_mb_list, Sequence):
+                raise BadTypeError(
+                    f"bucket_cap_mb_list must be a list of numbers (MiB), not {type(bucket_cap_mb_list).__name__}."
+                )
+            caps = tuple(_cap_bytes(mb, f"bucket_cap_mb_list[{n}]") for n, mb in enumerate(bucket_cap_mb_list))
+            return Caps(caps, is_default=False, from_list=True)
+        if bucket_cap_mb is None:
+            return Caps((DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES), is_default=True, from_list=False)
+        return Caps((_cap_bytes(bucket_cap_mb, "bucket_cap_mb"),), is_default=False, from_list=False)
+
+
+def _cap_bytes(mb: Any, argument: str) -> int:
+    if isinstance(mb, bool) or not isinstance(mb, (int, float)):
+        raise BadTypeError(f"{argument} must be a number of MiB, not {mb!r}.")
+    if not mb > 0:
+        raise BadArgumentError(f"{argument} must be larger than 0 MiB, not {mb!r}. Leave it out for the default of 25.")
+    return max(1, int(mb * MB))
+
+
+@dataclass(frozen=True)
+class BufferPolicy:
+    """When buffers are made alike."""
+
+    at_start: bool
+    before_forward: bool
+
+    @staticmethod
+    def from_arguments(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> BufferPolicy:
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`. They differ in one thing: "
+                "`broadcast_buffers=False` also leaves buffers out of the synchronisation when the module is wrapped.",
+                FutureWarning,
+                stacklevel=4,
+            )
+        at_start = broadcast_buffers is not False
+        before_forward = at_start if forward_sync_buffers is None else bool(forward_sync_buffers)
+        return BufferPolicy(at_start, before_forward)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the module's parameters are, and where inputs and outputs go."""
+
+    device: torch.device
+    device_ids: list[int] | None
+    output_device: Any
+    is_multi_device: bool
+
+    @staticmethod
+    def from_arguments(params: Sequence[Tensor], device_ids: Any, output_device: Any) -> Placement:
+        devices = {param.device for param in params}
+        types = {device.type for device in devices}
+        if "meta" in types:
+            raise BadArgumentError(
+                "The module has parameters on the meta device, which hold no values. Materialise them first: "
+                "module.to_empty(device=...) and initialise."
+            )
+        if len(types) > 1:
+            raise BadArgumentError(
+                f"The module's parameters are on devices of different types ({', '.join(sorted(types))}); one "
+                "process group cannot reduce them. Move them to one type of device."
+            )
+        if device_ids is not None and len(device_ids) > 1:
+            raise BadArgumentError(
+                f"device_ids can only be None or contain a single element, not {device_ids!r}: one process drives "
+                "one device."
+            )
+        on_cpu = types == {"cpu"}
+        if device_ids and (on_cpu or len(devices) > 1):
+            raise BadArgumentError(
+                f"device_ids={device_ids!r} names one device, but the module's parameters are on "
+                f"{', '.join(sorted(map(str, devices)))}. Leave device_ids and output_device out for CPU modules "
+                "and for modules on several devices."
+            )
+        first = next(iter(params)).device
+        ids = [_device_index(device_ids[0])] if device_ids else None
+        if output_device is None and ids:
+            output_device = ids[0]
+        elif output_device is not None and not on_cpu:
+            output_device = _device_index(output_device)
+        return Placement(first, ids, None if on_cpu else output_device, len(devices) > 1)
+
+
+def _device_index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    if index is None:
+        raise BadArgumentError(
+            f"device_ids and output_device need a device with an index, such as 'cuda:0'; got {device!r}."
+        )
+    return index
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Parameters that are reduced after all others."""
+
+    names: frozenset[str]
+
+    @staticmethod
+    def from_arguments(
+        module: nn.Module, delay_all_reduce_named_params: Iterable[tuple[str, Tensor]] | None, trigger: Any
+    ) -> Delay:
+        if (delay_all_reduce_named_params is None) != (trigger is None):
+            raise BadArgumentError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        if delay_all_reduce_named_params is None:
+            return Delay(frozenset())
+        by_id = {id(param): name for name, param in module.named_parameters()}
+        names = []
+        for name, param in delay_all_reduce_named_params:
+            if id(param) not in by_id:
+                raise BadArgumentError(
+                    f"delay_all_reduce_named_params names {name!r}, but that tensor is not a parameter of the module."
+                )
+            names.append(by_id[id(param)])
+        if id(trigger) not in by_id:
+            raise BadArgumentError("param_to_hook_all_reduce is not a parameter of the module.")
+        return Delay(frozenset(names))
+
+
+def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    """The process group that the arguments ask for, checked to be usable by this rank."""
+    if process_group is not None and device_mesh is not None:
+        raise StateError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise StateError(
+                f"Only 1D device mesh is supported, but this one has {device_mesh.ndim} dimensions. Slice it: "
+                "device_mesh=mesh['the data-parallel dimension']."
+            )
+        process_group = device_mesh.get_group(mesh_dim=0)
+    if not dist.is_available() or not dist.is_initialized():
+        raise BadArgumentError(
+            "The default process group has not been initialised. Call paceline.init() (or "
+            "torch.distributed.init_process_group()) before wrapping a module."
+        )
+    if process_group is None:
+        return _torch.default_group()
+    if _torch.is_not_a_member(process_group):
+        raise BadArgumentError(
+            f"This rank ({dist.get_rank()}) is not in the process group it was given. Wrap the module only on the "
+            "ranks of that group."
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise BadTypeError(f"process_group must be a ProcessGroup, not {type(process_group).__name__}.")
+    if not _torch.group_is_alive(process_group):
+        raise StateError("This process group has been destroyed. Make a new one before wrapping a module.")
+    return process_group

@@ -1,0 +1,106 @@
+"""Finding the tensors in what a forward returns, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.nn.Module)
+# Only where RPC is built in; its absence must not matter to anybody else.
+_RRef: type | None = getattr(rpc, "RRef", None)
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers, dataclasses, RRefs this rank owns, and objects with attributes."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+            continue
+        if isinstance(item, _LEAVES) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        stack.extend(reversed(_children(item)))
+
+
+def _children(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return list(item)
+    if _RRef is not None and isinstance(item, _RRef):
+        return [item.local_value()] if item.is_owner() else []  # type: ignore[attr-defined]
+    if is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name, None) for field in fields(item)]
+    if isinstance(item, type) or callable(item):
+        return []
+    attributes = list(getattr(item, "__dict__", {}).values())
+    for owner in type(item).__mro__:
+        slots = owner.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        attributes += [getattr(item, name) for name in names if hasattr(item, name)]
+    return attributes
+
+
+def unreachable_params(outputs: list[Tensor], params: list[Tensor]) -> frozenset[int]:
+    """The indices of the ``params`` that no path of the autograd graph leads to from ``outputs``."""
+    index = {id(param): n for n, param in enumerate(params)}
+    missing = set(index.values())
+    seen: set[Node] = set()
+    stack: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    for output in outputs:
+        missing.discard(index.get(id(output), -1))
+    while stack and missing:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            missing.discard(index.get(id(variable), -1))
+        stack.extend(child for child, _ in node.next_functions if child is not None)
+    return frozenset(missing)
+
+
+class _Anchor(torch.autograd.Function):
+    """Ties a tensor to a leaf, so that a backward through it is noticed although no parameter was used."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def tie_to_graph(value: Any, anchor: Tensor) -> Any:
+    """``value`` with its first floating-point tensor made part of the autograd graph.
+
+    Only plain containers are entered: an object of the user's is not rebuilt behind his back.
+    """
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            return _Anchor.apply(value, anchor)
+        return value
+    if type(value) in (list, tuple):
+        items = list(value)
+        for n, item in enumerate(items):
+            tied = tie_to_graph(item, anchor)
+            if tied is not item:
+                items[n] = tied
+                return type(value)(items)
+    if type(value) is dict:
+        for key, item in value.items():
+            tied = tie_to_graph(item, anchor)
+            if tied is not item:
+                return {**value, key: tied}
+    return value

@@ -1,0 +1,177 @@
+"""Parameters -> BucketPlan: pure values, no process group, no tensors.
+
+A plan is made once and is the only way to know a bucket: the reducer launches by it, ranks compare its
+fingerprint, the simulator and the report read it.
+
+>>> from paceline.plan import ParameterSpec, make_plan
+>>> layers = [ParameterSpec(f"layers.{i}.weight", (512, 512), (512, 1), "float32", 4, "cpu") for i in range(8)]
+>>> [len(bucket.params) for bucket in make_plan(layers, caps_bytes=(3 << 20,)).buckets]
+[3, 3, 2]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+MB = 1 << 20
+DEFAULT_CAP_BYTES = 25 * MB
+# The first bucket is small so that communication starts while most of backward is still to come.
+DEFAULT_FIRST_CAP_BYTES = 1 * MB
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What ranks must agree on about one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device: str
+    requires_grad: bool = True
+    sparse: bool = False
+    """The gradient is a sparse tensor (``nn.Embedding(sparse=True)``)."""
+    delayed: bool = False
+    """Reduced after all others (``delay_all_reduce_named_params``)."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def row(self) -> list[object]:
+        """The fields two ranks compare; the device index is left out, as each rank has its own."""
+        return [
+            self.name,
+            list(self.shape),
+            list(self.stride),
+            self.dtype,
+            self.device.split(":")[0],
+            self.requires_grad,
+            self.sparse,
+            self.delayed,
+        ]
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Gradients that travel together: parameter indices and where each starts in the flat buffer."""
+
+    index: int
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    itemsize: int
+    dtype: str
+    device: str
+    sparse: bool = False
+    delayed: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buckets of a module, in launch order."""
+
+    specs: tuple[ParameterSpec, ...]
+    buckets: tuple[BucketSpec, ...]
+    caps_bytes: tuple[int, ...]
+    order: tuple[int, ...] = field(repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they would launch the same collectives in the same order."""
+        rows = [spec.row() for spec in self.specs]
+        buckets = [[list(b.params), list(b.offsets), b.sparse, b.delayed] for b in self.buckets]
+        text = json.dumps([rows, buckets], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(b.size_bytes for b in self.buckets)
+
+    def names(self, params: Iterable[int]) -> list[str]:
+        return [self.specs[i].name for i in params]
+
+
+def make_plan(
+    specs: Sequence[ParameterSpec],
+    *,
+    caps_bytes: Sequence[int] = (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES),
+    order: Sequence[int] | None = None,
+    leave_out: frozenset[int] = frozenset(),
+) -> BucketPlan:
+    """Put the trainable ``specs`` into buckets.
+
+    ``caps_bytes`` are the capacities of the first, second, ... bucket of each kind (dtype and device); the
+    last one repeats. A bucket is closed as soon as it has reached its capacity, so one parameter may be
+    larger than it. ``order`` is the order in which gradients become ready, reverse registration order if
+    not given. ``leave_out`` names parameters (by index) that are not to be reduced.
+    """
+    chosen = [i for i, spec in enumerate(specs) if spec.requires_grad and i not in leave_out]
+    if order is None:
+        order = list(reversed(chosen))
+    else:
+        kept = set(chosen)
+        order = [i for i in order if i in kept]
+        assert sorted(order) == chosen, "an order names each trainable parameter once"
+
+    closed: list[list[int]] = []
+    open_buckets: dict[tuple[object, ...], tuple[list[int], int]] = {}
+    closed_of_kind: dict[tuple[object, ...], int] = {}
+    for i in order:
+        spec = specs[i]
+        if spec.sparse:
+            # A sparse gradient has no fixed size: it cannot share a flat buffer.
+            closed.append([i])
+            continue
+        kind = (spec.dtype, spec.device, spec.delayed)
+        members, size_bytes = open_buckets.pop(kind, ([], 0))
+        members.append(i)
+        size_bytes += spec.size_bytes
+        n_closed = closed_of_kind.get(kind, 0)
+        # Delayed parameters go in one exchange at the end: there is nothing left to overlap with.
+        cap = math.inf if spec.delayed else caps_bytes[min(n_closed, len(caps_bytes) - 1)]
+        if size_bytes >= cap:
+            closed.append(members)
+            closed_of_kind[kind] = n_closed + 1
+        else:
+            open_buckets[kind] = (members, size_bytes)
+    closed.extend(members for members, _ in open_buckets.values())
+
+    # A bucket is ready with its last gradient: launch order is the order of those.
+    place = {i: n for n, i in enumerate(order)}
+    closed.sort(key=lambda members: (specs[members[0]].delayed, max(place[i] for i in members)))
+    buckets = tuple(_bucket(index, members, specs) for index, members in enumerate(closed))
+    return BucketPlan(tuple(specs), buckets, tuple(caps_bytes), tuple(order))
+
+
+def _bucket(index: int, members: list[int], specs: Sequence[ParameterSpec]) -> BucketSpec:
+    offsets, end = [], 0
+    for i in members:
+        offsets.append(end)
+        end += specs[i].numel
+    first = specs[members[0]]
+    return BucketSpec(
+        index,
+        tuple(members),
+        tuple(offsets),
+        0 if first.sparse else end,
+        first.itemsize,
+        first.dtype,
+        first.device,
+        first.sparse,
+        first.delayed,
+    )

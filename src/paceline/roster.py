@@ -1,0 +1,120 @@
+"""Which parameters and buffers of a module take part, and whether that has changed since.
+
+The module is read anew instead of trusting what it held when it was wrapped: freezing, unfreezing, adding or
+replacing a parameter, or assigning a new tensor to a buffer, are things people do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter, getitem, is_
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from paceline.errors import BadArgumentError, StateError
+from paceline.plan import ParameterSpec
+
+# The attribute that torch's `_set_params_and_buffers_to_ignore_for_model` leaves on a module.
+IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
+_requires_grad = attrgetter("requires_grad")
+
+
+def ignored_names(module: nn.Module) -> frozenset[str]:
+    """Fully qualified names of the parameters and buffers that are not to be synchronised."""
+    return frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
+
+
+def makes_sparse_gradients(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+class Roster:
+    """The parameters of ``module`` as they are now. Cheap to ask whether that is still so."""
+
+    def __init__(self, module: nn.Module, *, ignored: frozenset[str], delayed: frozenset[str] = frozenset()) -> None:
+        self.params: list[Tensor] = []
+        self.specs: list[ParameterSpec] = []
+        seen: set[Tensor] = set()
+        holders: list[dict[str, Tensor | None]] = []
+        children: list[dict[str, nn.Module | None]] = []
+        places: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        for prefix, owner in module.named_modules():
+            holders.append(owner._parameters)
+            children.append(owner._modules)
+            for key, param in owner._parameters.items():
+                places.append((owner._parameters, key, param))
+                name = f"{prefix}.{key}" if prefix else key
+                if param is None or param in seen or name in ignored:
+                    continue
+                seen.add(param)
+                self.params.append(param)
+                self.specs.append(self._spec(name, param, makes_sparse_gradients(owner), name in delayed))
+        self.sized: list[dict[str, Tensor | None] | dict[str, nn.Module | None]] = [*holders, *children]
+        self._sizes = list(map(len, self.sized))
+        self._dicts = [place[0] for place in places]
+        self._keys = [place[1] for place in places]
+        self._held = [place[2] for place in places]
+        self._trainable = [spec.requires_grad for spec in self.specs]
+
+    @staticmethod
+    def _spec(name: str, param: Tensor, sparse: bool, delayed: bool) -> ParameterSpec:
+        if isinstance(param, UninitializedParameter):
+            raise StateError(
+                f"Parameter {name!r} has no shape yet (lazy module). Run one forward of the bare module on a "
+                "dummy batch before wrapping it, so that every rank knows its shapes."
+            )
+        if not isinstance(param, Tensor):
+            raise BadArgumentError(f"{name!r} is registered as a parameter but is a {type(param).__name__}.")
+        return ParameterSpec(
+            name,
+            tuple(param.shape),
+            tuple(param.stride()),
+            str(param.dtype).removeprefix("torch."),
+            param.element_size(),
+            str(param.device),
+            param.requires_grad,
+            sparse,
+            delayed,
+        )
+
+    def changed(self) -> bool:
+        """Whether parameters were added, removed, replaced, frozen or unfrozen since this roster was made."""
+        # A C-speed sweep: this runs in every backward.
+        try:
+            same = (
+                list(map(len, self.sized)) == self._sizes
+                and all(map(is_, map(getitem, self._dicts, self._keys), self._held))
+                and list(map(_requires_grad, self.params)) == self._trainable
+            )
+        except KeyError:
+            return True
+        return not same
+
+    def difference(self, newer: Roster) -> str:
+        """In words, what makes ``newer`` differ from this one."""
+        ours = {spec.name: (spec, param) for spec, param in zip(self.specs, self.params, strict=True)}
+        theirs = {spec.name: (spec, param) for spec, param in zip(newer.specs, newer.params, strict=True)}
+        told = [f"{name!r} was added" for name in theirs.keys() - ours.keys()]
+        told += [f"{name!r} was removed" for name in ours.keys() - theirs.keys()]
+        for name in ours.keys() & theirs.keys():
+            (spec, param), (new_spec, new_param) = ours[name], theirs[name]
+            if spec.requires_grad != new_spec.requires_grad:
+                told.append(f"{name!r} was {'unfrozen' if new_spec.requires_grad else 'frozen'}")
+            elif param is not new_param:
+                told.append(f"{name!r} was replaced")
+        return "; ".join(sorted(told)) or "nothing that matters"
+
+
+def named_buffers(
+    module: nn.Module, ignored: frozenset[str]
+) -> Iterator[tuple[dict[str, Tensor | None], str, str, Tensor]]:
+    """(dictionary that holds it, its key there, fully qualified name, buffer) of each buffer, as of now."""
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for key, buffer in owner._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if buffer is None or id(buffer) in seen or name in ignored:
+                continue
+            seen.add(id(buffer))
+            yield owner._buffers, key, name, buffer

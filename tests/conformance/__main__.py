@@ -1,0 +1,169 @@
+"""Run torch's DDP tests with torch's class and with ours; print both columns."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+from rich.progress import Progress
+
+from . import report
+from .known import KNOWN
+from .ranks import Outcome, run_test
+from .selection import SUITE, Selected, select_tests
+
+LOGS = Path("runs/conformance")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Both columns, the table, the exit code."""
+    options = _parse(argv)
+    _set_environment()
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    tests = _select(options.only)
+    if not tests:
+        console.print(f"no test matches {options.only!r}")
+        return 2
+    suite = _load_suite(reload_midway=options.reload_midway)
+    stock = None if options.ours_only else _stock_column(tests, suite, options=options, console=console)
+    ours = None
+    if not options.stock_only:
+        from .swap import use_ours
+
+        use_ours(suite)
+        ours = _column("ours", tests, suite, options=options, console=console)
+    report.print_table(console, names=[t.name for t in tests], stock=stock, ours=ours, known=KNOWN)
+    if options.verbose:
+        _print_tracebacks(console, stock=stock, ours=ours)
+    if ours is None:
+        passing = sum(outcome.status == "pass" for outcome in (stock or {}).values())
+        console.print(f"stock: {passing} of {len(tests)} pass")
+        return 0
+    verdict = report.compare(stock=stock, ours=ours, known=KNOWN)
+    report.print_summary(console, verdict=verdict, stock=stock)
+    return verdict.exit_code
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("--only", metavar="PATTERN", help="tests whose name contains or matches PATTERN")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--ours-only", action="store_true", help="leave out the column of torch's class")
+    which.add_argument("--stock-only", action="store_true", help="leave out the column of our class")
+    parser.add_argument(
+        "--cached-stock",
+        metavar="FILE",
+        type=Path,
+        help="read torch's column from FILE if it is there, else measure it and write it there",
+    )
+    parser.add_argument(
+        "--reload-midway",
+        action="store_true",
+        help="the suite's file:// mode: its end-to-end tests also save and reload the model while training",
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for one test; default 60")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the tracebacks as well")
+    return parser.parse_args(argv)
+
+
+def _set_environment() -> None:
+    """Must run before torch is imported: a process that forks can't have thread pools."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = "1"
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
+    # One test still relies on what torch.load did by default before 2.6.
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+
+
+def _select(only: str | None) -> list[Selected]:
+    spec = find_spec(SUITE)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"this torch does not ship {SUITE}")
+    tests = select_tests(Path(spec.origin))
+    if only is None:
+        return tests
+    return [test for test in tests if only in test.name or fnmatch.fnmatch(test.name, only)]
+
+
+def _load_suite(*, reload_midway: bool) -> ModuleType:
+    warnings.simplefilter("ignore")  # what torch's suite warns about on import says nothing about us
+    from . import devices
+    from .lifting import import_suite
+    from .swap import use_stock
+
+    devices.map_amp()
+    suite = import_suite(reload_midway=reload_midway)
+    devices.map_methods()
+    devices.map_suite(suite)
+    use_stock()
+    warnings.resetwarnings()
+    return suite
+
+
+def _stock_column(
+    tests: list[Selected], suite: ModuleType, *, options: argparse.Namespace, console: Console
+) -> dict[str, Outcome]:
+    cache: Path | None = options.cached_stock
+    if cache and cache.exists():
+        stored = json.loads(cache.read_text())
+        if all(test.name in stored for test in tests):
+            return {test.name: Outcome(**stored[test.name]) for test in tests}
+    column = _column("stock", tests, suite, options=options, console=console)
+    if cache:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(_as_json(column))
+    return column
+
+
+def _column(
+    title: str, tests: list[Selected], suite: ModuleType, *, options: argparse.Namespace, console: Console
+) -> dict[str, Outcome]:
+    log_dir = LOGS / title
+    shutil.rmtree(log_dir, ignore_errors=True)
+    log_dir.mkdir(parents=True)
+    outcomes: dict[str, Outcome] = {}
+    started = time.monotonic()
+    # No refresh thread: this process forks.
+    with Progress(console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task(title, total=len(tests))
+        for test in tests:
+            progress.update(task, description=f"{title}: {test.name}", refresh=console.is_terminal)
+            outcome = run_test(test, suite=suite, log_dir=log_dir, timeout_s=options.timeout)
+            outcomes[test.name] = outcome
+            if outcome.status == "pass":
+                for log in log_dir.glob(f"{test.name}.rank*.log"):
+                    log.unlink()
+            progress.advance(task)
+    console.print(f"{title}: {len(tests)} tests in {time.monotonic() - started:.0f} s")
+    (LOGS / f"{title}.json").write_text(_as_json(outcomes))
+    return outcomes
+
+
+def _as_json(column: dict[str, Outcome]) -> str:
+    return json.dumps({name: dataclasses.asdict(outcome) for name, outcome in column.items()}, indent=1)
+
+
+def _print_tracebacks(
+    console: Console, *, stock: dict[str, Outcome] | None, ours: dict[str, Outcome] | None
+) -> None:
+    for title, column in (("stock", stock), ("ours", ours)):
+        for name, outcome in (column or {}).items():
+            for rank, trace in outcome.tracebacks.items():
+                console.rule(f"{title}: {name}, rank {rank}")
+                console.print(trace, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

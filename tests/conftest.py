@@ -1,0 +1,22 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from paceline.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """Run a module-level function on live ranks: ``ranks(_body, *args, world_size=2)``."""
+    return rank_pool.run
