@@ -9,8 +9,8 @@ bookkeeping, which is bytes). The peak also holds activations; they are the same
     gradient bytes at peak = gradient bytes of the model + (peak of the mode - peak of the local mode)
 
 Memory that other threads or other allocators take (a transport's buffers, a mapped segment) is not in these
-events. The growth of the process's resident-set high-water mark is measured beside them as a check: it sees
-everything, but is coarse.
+events. The growth of the process's resident-set high-water mark is measured in runs of their own as a check: it
+sees everything, but is coarse.
 """
 
 from __future__ import annotations
@@ -50,14 +50,11 @@ class Footprint:
     """Alive after zero_grad(set_to_none=True): what the buckets keep."""
     peak_bytes: int
     """The most that was alive between forward and the end of backward, activations included."""
-    resident_bytes: int | None
-    """Growth of the resident-set high-water mark over the same steps; None where it can't be reset."""
 
 
 def footprint(wrap: Callable[[], Replica]) -> Footprint:
     """Wrap, run a few backwards, and report what was alive."""
     gc.collect()
-    before = _reset_high_water()
     with _allocations() as events:
         replica = wrap()
         for index in range(STEPS):
@@ -68,15 +65,25 @@ def footprint(wrap: Callable[[], Replica]) -> Footprint:
             replica.module.zero_grad(set_to_none=True)
             with record_function(f"bench::idle{index}"):
                 pass
-    after = _high_water()
     live = _Live(events)
     last = STEPS - 1
     return Footprint(
         held_bytes=live.at(live.marks[f"bench::held{last}"][0]),
         idle_bytes=live.at(live.marks[f"bench::idle{last}"][0]),
         peak_bytes=live.peak(*live.marks[f"bench::step{last}"]),
-        resident_bytes=None if before is None or after is None else after - before,
     )
+
+
+def resident_growth(wrap: Callable[[], Replica]) -> int | None:
+    """By how much the resident-set high-water mark rises over the same steps; None where it can't be reset."""
+    gc.collect()
+    before = _reset_high_water()
+    replica = wrap()
+    for index in range(STEPS):
+        replica.forward(index).backward()
+        replica.module.zero_grad(set_to_none=True)
+    after = _high_water()
+    return None if before is None or after is None else after - before
 
 
 @contextlib.contextmanager

@@ -108,9 +108,10 @@ def save_picture(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pictured = [series for series in results.series if series.pictured]
     panels = [
-        (suite, [series for series in results.series if series.suite == suite])
-        for suite in dict.fromkeys(series.suite for series in results.series)
+        (suite, [series for series in pictured if series.suite == suite])
+        for suite in dict.fromkeys(series.suite for series in pictured)
     ]
     if not panels:
         return

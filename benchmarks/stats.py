@@ -24,6 +24,7 @@ class Series:
     values: dict[str, list[float]]
     goal: float | None = None
     """The most that a judged mode may be, as a multiple of the better torch mode."""
+    pictured: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

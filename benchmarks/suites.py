@@ -6,6 +6,7 @@ between ranks.
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import dataclasses
 import gc
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from .memory import Footprint, footprint, gradient_bytes
+from .memory import footprint, gradient_bytes, resident_growth
 from .models import Case
 from .modes import MODES, Job, Mode, Replica
 from .ranks import Bench
@@ -51,64 +52,86 @@ def register(suite: Suite) -> Suite:
 # --- step time -------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Clock:
+    """Seconds on the wall, and seconds of processor time of all threads of this process.
+
+    On a crowded machine the second is the steadier one: it leaves out what others took, but also waiting.
+    """
+
+    wall: list[float] = dataclasses.field(default_factory=list)
+    processor: list[float] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def lap(self) -> Iterator[None]:
+        wall, processor = time.perf_counter(), time.process_time()
+        yield
+        self.processor.append(time.process_time() - processor)
+        self.wall.append(time.perf_counter() - wall)
+
+
 def _step(bench: Bench, case: Case) -> Iterator[Result]:
-    job = bench.job(case)
-    replicas, times, steps = _take_turns(bench, job, "step")
-    # A step ends when its slowest rank ends.
-    values = {
-        name: [statistics.median(map(max, zip(*ranks, strict=True))) for ranks in zip(*of_rank, strict=True)]
-        for name, of_rank in times.items()
-    }
-    yield Series("step", case.name, "step", "s", values, goal=1.0)
+    replicas, clocks, steps = _take_turns(bench, bench.job(case), "step")
+    width = bench.settings.steps
+    for metric, part, goal in (("step", "wall", 1.0), ("step, CPU time", "processor", None)):
+        values = {}
+        for name, clock in clocks.items():
+            everybody = bench.gather(getattr(clock, part), width)
+            # A step ends when its slowest rank ends; a turn counts as the median of its steps.
+            values[name] = [
+                statistics.median(map(max, zip(*turn, strict=True))) for turn in zip(*everybody, strict=True)
+            ]
+        yield Series("step", case.name, metric, "s", values, goal=goal, pictured=goal is not None)
     synchronised = {mode.name: replicas[mode.name] for mode in bench.modes if mode.synchronised}
     yield from _compare(bench, case, "step", synchronised, steps)
 
 
 def _alone(bench: Bench, case: Case) -> Iterator[Result]:
-    job = bench.job(case, alone=True)
-    replicas, times, steps = _take_turns(bench, job, "world1")
-    # Ranks do not wait for each other here, so each gives samples of its own.
-    values = {name: [statistics.median(turn) for turns in of_rank for turn in turns] for name, of_rank in times.items()}
-    yield Series("world1", case.name, "step, world size 1", "s", values, goal=1.0)
+    replicas, clocks, steps = _take_turns(bench, bench.job(case, alone=True), "world1")
+    width = bench.settings.steps
+    for metric, part, goal in (
+        ("step, world size 1", "wall", 1.0),
+        ("CPU time, world size 1", "processor", None),
+    ):
+        # Ranks do not wait for each other here, so each gives samples of its own.
+        values = {
+            name: [statistics.median(turn) for turns in bench.gather(getattr(clock, part), width) for turn in turns]
+            for name, clock in clocks.items()
+        }
+        yield Series("world1", case.name, metric, "s", values, goal=goal, pictured=goal is not None)
     yield from _compare(bench, case, "world1", replicas, steps)
 
 
-def _take_turns(
-    bench: Bench, job: Job, label: str
-) -> tuple[dict[str, Replica], dict[str, list[list[list[float]]]], int]:
-    """Train all modes in turns. The times are indexed [mode][rank][round][step]."""
+def _take_turns(bench: Bench, job: Job, label: str) -> tuple[dict[str, Replica], dict[str, Clock], int]:
+    """Train all modes in turns; give the replicas, a clock of each with a lap a step, and the steps taken."""
     replicas = {mode.name: mode.build(job) for mode in bench.modes}
     settings = bench.settings
     taken = dict.fromkeys(replicas, 0)
-    times: dict[str, list[float]] = {name: [] for name in replicas}
 
-    def turn(name: str, count: int) -> None:
-        replica, seconds = replicas[name], times[name]
+    def turn(name: str, count: int, clock: Clock) -> None:
+        replica = replicas[name]
         bench.barrier()
         for index in range(taken[name], taken[name] + count):
-            start = time.perf_counter()
-            replica.step(index)
-            seconds.append(time.perf_counter() - start)
+            with clock.lap():
+                replica.step(index)
         taken[name] += count
 
     for mode in bench.modes:
-        turn(mode.name, settings.warmup)
+        turn(mode.name, settings.warmup, Clock())
     # The objects of the other modes' replicas must not slow this one's garbage collections.
     gc.collect()
     gc.freeze()
     start = time.perf_counter()
     for mode in bench.modes:
-        turn(mode.name, settings.steps)
+        turn(mode.name, settings.steps, Clock())
     rounds = bench.rounds(time.perf_counter() - start)
-    for name in times:
-        times[name].clear()
+    clocks = {name: Clock() for name in replicas}
     for index in range(rounds):
         bench.progress(f"{label} {job.case.name}", index, rounds)
         for mode in bench.shuffled(index):
-            turn(mode.name, settings.steps)
+            turn(mode.name, settings.steps, clocks[mode.name])
     gc.unfreeze()
-    steps = next(iter(taken.values()))
-    return replicas, {name: bench.gather(seconds, settings.steps) for name, seconds in times.items()}, steps
+    return replicas, clocks, next(iter(taken.values()))
 
 
 def _compare(bench: Bench, case: Case, suite: str, replicas: dict[str, Replica], steps: int) -> Iterator[Check]:
@@ -151,18 +174,17 @@ def _wrap(bench: Bench, case: Case) -> Iterator[Result]:
     def trial(mode: Mode) -> list[float]:
         module = job.module()
         gc.collect()
+        clock = Clock()
         bench.barrier()
-        start = time.perf_counter()
-        wrapped = mode.wrap(job, module)
-        wrap = time.perf_counter() - start
+        with clock.lap():
+            wrapped = mode.wrap(job, module)
         replica = mode.trainer(job, wrapped)
         bench.barrier()
-        marks = [time.perf_counter()]
         for index in range(2):
-            replica.step(index)
-            marks.append(time.perf_counter())
-        first, second = marks[1] - marks[0], marks[2] - marks[1]
-        return [wrap, first, wrap + first, second]
+            with clock.lap():
+                replica.step(index)
+        wrap, first, second = clock.wall
+        return [wrap, first, wrap + first, second, sum(clock.processor[:2])]
 
     start = time.perf_counter()
     for mode in bench.modes:
@@ -173,7 +195,7 @@ def _wrap(bench: Bench, case: Case) -> Iterator[Result]:
         bench.progress(f"wrap {case.name}", index, rounds)
         for mode in bench.shuffled(index):
             samples[mode.name] += trial(mode)
-    metrics = ("wrap", "first step", "wrap + first step", "second step")
+    metrics = ("wrap", "first step", "wrap + first step", "second step", "wrap + first, CPU time")
     times = {name: bench.gather(values, len(metrics)) for name, values in samples.items()}
     for column, metric in enumerate(metrics):
         values = {
@@ -181,7 +203,8 @@ def _wrap(bench: Bench, case: Case) -> Iterator[Result]:
             for mode in bench.modes
             if mode.synchronised or "wrap" not in metric
         }
-        yield Series("wrap", case.name, metric, "s", values, goal=1.0 if column == 2 else None)
+        goal = 1.0 if column == 2 else None
+        yield Series("wrap", case.name, metric, "s", values, goal=goal, pictured="CPU" not in metric)
 
 
 # --- memory ----------------------------------------------------------------------------------------------
@@ -193,23 +216,25 @@ def _memory(bench: Bench, case: Case) -> Iterator[Result]:
     job = bench.job(case)
     gradients = gradient_bytes(job.module())
 
-    def measure(mode: Mode) -> Footprint:
+    def fresh(mode: Mode) -> Callable[[], Replica]:
         module = job.module()
-        return footprint(lambda: mode.trainer(job, mode.wrap(job, module)))
+        return lambda: mode.trainer(job, mode.wrap(job, module))
 
+    footprint(fresh(MODES["local"]))  # once for what the kernels keep from their first call on
     trials = min(MEMORY_TRIALS, bench.settings.rounds or MEMORY_TRIALS)
     samples: dict[str, list[float]] = {mode.name: [] for mode in bench.modes}
     for index in range(trials):
         bench.progress(f"memory {case.name}", index, trials)
-        local_peak = measure(MODES["local"]).peak_bytes
+        local_peak = footprint(fresh(MODES["local"])).peak_bytes
         for mode in bench.shuffled(index):
             bench.barrier()
-            size = measure(mode)
+            size = footprint(fresh(mode))
+            resident = resident_growth(fresh(mode))
             samples[mode.name] += [
                 gradients + size.peak_bytes - local_peak,
                 size.held_bytes,
                 size.idle_bytes,
-                -1.0 if size.resident_bytes is None else size.resident_bytes,
+                -1.0 if resident is None else resident,
             ]
     metrics = ("gradients at peak", "gradients + buckets", "after zero_grad", "resident growth")
     sizes = {name: bench.gather(values, len(metrics)) for name, values in samples.items()}
@@ -219,31 +244,40 @@ def _memory(bench: Bench, case: Case) -> Iterator[Result]:
             for name, of_rank in sizes.items()
         }
         if min(map(min, values.values())) >= 0:
-            yield Series("memory", case.name, metric, "bytes", values, goal=1.0 if column < 2 else None)
+            # The first two are what a user feels; the others help to explain them.
+            asked = column < 2
+            goal = 1.0 if asked else None
+            yield Series("memory", case.name, metric, "bytes", values, goal=goal, pictured=asked)
 
 
 # --- where the time goes ---------------------------------------------------------------------------------
 
 
 def _profile(bench: Bench, case: Case) -> Iterator[Result]:
+    """Every rank is profiled: a profiled rank is slower, and the others would only wait for it."""
     job = bench.job(case)
     steps = 10 * bench.settings.steps
     for mode in bench.modes:
         if mode.family in ("local", "torch"):
             continue
-        replica = mode.build(job)
+        mode.build(job).step(0)  # what is imported or connected on first use is not of interest
+        start, settled = cProfile.Profile(), cProfile.Profile()
+        for _ in range(5):
+            module = job.module()
+            bench.barrier()
+            start.enable()
+            wrapped = mode.wrap(job, module)
+            start.disable()
+            replica = mode.trainer(job, wrapped)
+            start.runcall(replica.step, 0)
         for index in range(bench.settings.warmup):
             replica.step(index)
-        bench.barrier()
-        profiler = cProfile.Profile()
-        # On every rank: a profiled rank is slower, and the others would only wait for it.
-        profiler.enable()
         for index in range(steps):
-            replica.step(index)
-        profiler.disable()
-        text = io.StringIO()
-        pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(30)
-        yield f"{mode.title}, {case.title}, {steps} steps of rank 0\n{text.getvalue()}"
+            settled.runcall(replica.step, index)
+        for profiler, what in ((start, "5 times wrap and first step"), (settled, f"{steps} steps")):
+            text = io.StringIO()
+            pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(30)
+            yield f"{mode.title}, {case.title}, rank 0, {what}\n{text.getvalue().strip()}\n"
 
 
 ALL = ("gpt", "mlp", "resnet", "bert")

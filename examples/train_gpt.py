@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.init import World
 
 BYTES = 256
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -125,7 +126,7 @@ class Checkpoint:
     It is written under another name and renamed, so that it is complete or absent.
     """
 
-    def __init__(self, path: Path, world: paceline.World) -> None:
+    def __init__(self, path: Path, world: World) -> None:
         self.path, self.world = path, world
 
     def save(self, step: int, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -174,18 +175,14 @@ def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 class Display:
     """What rank 0 shows: a bar on a terminal, a line now and then elsewhere, a table at the end."""
 
-    def __init__(self, config: Config, flags: argparse.Namespace, world: paceline.World) -> None:
+    def __init__(self, config: Config, flags: argparse.Namespace, world: World) -> None:
         self.config, self.flags, self.world = config, flags, world
         self.console = Console(quiet=world.rank != 0, highlight=False, soft_wrap=True)
         self.entries: list[dict[str, float]] = []
         self.ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
         self.tokens_a_step = config.batch * config.context * world.world_size
-        columns = (
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-        )
+        note = TextColumn("{task.fields[note]}")
+        columns = (BarColumn(20), MofNCompleteColumn(), note, TimeRemainingColumn())
         on_terminal = self.console.is_terminal and world.rank == 0
         self.bar = Progress(*columns, console=self.console, disable=not on_terminal, refresh_per_second=4)
         self.task = self.bar.add_task("", total=config.steps, note="")
@@ -203,8 +200,8 @@ class Display:
             return
         with (self.flags.out / "log.jsonl").open("a") as log:
             log.write(json.dumps(self.entries[-1]) + "\n")
-        speed = f"{self.tokens_a_step / step_s:,.0f} tokens/s"
-        note = f"loss {loss:.3f}  {speed}  {exposed_s / step_s:.0%} waiting"
+        tokens_per_s, waiting = self.tokens_a_step / step_s, exposed_s / step_s
+        note = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  comm wait {waiting:.0%}"
         self.bar.update(self.task, completed=step, note=note)
         if self.bar.disable and (step % self.flags.log_every == 0 or step in (1, self.config.steps)):
             self.console.print(f"step {step}/{self.config.steps}  {note}")
@@ -240,7 +237,7 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def train(config: Config, flags: argparse.Namespace, world: paceline.World) -> int:
+def train(config: Config, flags: argparse.Namespace, world: World) -> int:
     """Train, show it, leave a checkpoint; return the exit code."""
     display = Display(config, flags, world)
     say = display.console.print
@@ -254,8 +251,9 @@ def train(config: Config, flags: argparse.Namespace, world: paceline.World) -> i
     torch.manual_seed(config.seed * 1_000_003 + world.rank)  # each rank its own batches and dropout
     checkpoint = Checkpoint(flags.out / "checkpoint.safetensors", world)
     first = checkpoint.load(config, model, optimizer) if flags.resume else 0
-    if first >= config.steps:
-        say(f"Nothing to do: {checkpoint.path} has {first} steps. Give --steps more than that to go on.")
+    last = flags.stop_at or config.steps
+    if first >= last:
+        say(f"Nothing to do up to step {last}: {checkpoint.path} has {first}. Give more --steps to go on.")
         return 0
     display.start(first)
     ddp = paceline.DistributedDataParallel(model)
@@ -266,7 +264,7 @@ def train(config: Config, flags: argparse.Namespace, world: paceline.World) -> i
     step, stopped_by = first, None
     with stop_signals() as received:
         with display.bar:
-            while step < (flags.stop_at or config.steps) and stopped_by is None:
+            while step < last and stopped_by is None:
                 start_s = time.perf_counter()
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, config)
@@ -328,12 +326,8 @@ def parse_flags(argv: list[str] | None = None) -> tuple[Config, argparse.Namespa
 
     for item in fields(Config):
         add(item.name, type(item.default), item.default, item.metadata["help"])
-    add(
-        "text",
-        Path,
-        Path(__file__).with_name("data") / "rides.txt",
-        "what to learn (default: data/rides.txt)",
-    )
+    rides = Path(__file__).with_name("data") / "rides.txt"
+    add("text", Path, rides, "what to learn (default: data/rides.txt)")
     add("out", Path, Path("runs/gpt"), "directory of the checkpoint and the log (default: runs/gpt)")
     add("save-every", int, 0, "steps between checkpoints (default: only one, at the end)")
     add("stop-at", int, 0, "stop after this step, to continue with --resume")

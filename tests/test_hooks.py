@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.futures import Future
 
+import paceline
 import paceline.hooks
 from paceline.errors import BadArgumentError, BadTypeError, StateError
-from paceline.hooks import PowerSGDState, overlapping, overlaps, powersgd
+from paceline.hooks import PowerSGDState, overlapping, overlaps, powersgd, resolve
 
 SHAPES = ((24, 16), (7,), (8, 4, 3, 3), (2, 2), ())
 
@@ -475,3 +476,188 @@ def _random_state(rank: int, world_size: int) -> None:
 def test_exported_names():
     assert sorted(paceline.hooks.__all__) == list(paceline.hooks.__all__)
     assert all(hasattr(paceline.hooks, name) for name in paceline.hooks.__all__)
+
+
+# In the place of torch's hooks
+
+
+def _quantized(rank: int, world_size: int, block: int | None) -> None:
+    _seed(rank)
+    if block is None:
+        hook = resolve(quantization_hooks.quantization_pertensor_hook)
+    else:
+        hook = resolve(functools.partial(quantization_hooks.quantization_perchannel_hook, bucket_size=block))
+    assert overlaps(hook)
+    buckets = _buckets([_parameters() for _ in range(5)])
+    # A number that is far larger than the rest costs the others of its block their digits.
+    buckets[0].buffer()[0] = 100.0
+    # What is zero on every rank stays so, whatever is around it.
+    buckets[1].buffer()[5:300] = 0
+    exact = [_mean(bucket.buffer()) for bucket in buckets]
+    results = _run(hook, None, buckets)
+    for result, want in zip(results[1:], exact[1:], strict=True):
+        torch.testing.assert_close(result.double(), want, rtol=0, atol=8 / 255)
+    assert results[1][5:300].eq(0).all()
+    assert results[0][0].item() == pytest.approx(100, rel=1e-2)
+    coarse = (results[0] - exact[0])[block or 0 :].abs().max()
+    assert (coarse > 0.1) if block is None else (coarse < 0.03)
+
+    if rank == 1:
+        buckets[2].buffer()[7] = float("inf")
+    assert not _run(hook, None, buckets)[2].isfinite().all()
+
+
+@pytest.mark.parametrize("block", [None, 64])
+def test_torchs_quantization_hooks(ranks, block):
+    ranks(_quantized, block)
+
+
+def _batched(rank: int, world_size: int, warm_start: bool) -> None:
+    _seed(rank)
+    hook = resolve(powerSGD_hook.batched_powerSGD_hook)
+    assert overlaps(hook)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=warm_start)
+    parameters = [_parameters() for _ in range(3)]
+    for step in range(5):
+        buckets = _buckets(parameters)
+        numel = buckets[0].buffer().numel()
+        before = [state.error_dict.get(i, torch.zeros(729))[:numel] for i in range(3)]
+        exact = [_mean(b.buffer() + e) for b, e in zip(buckets, before, strict=True)]
+        results = _run(hook, state, buckets)
+        for i, (result, want) in enumerate(zip(results, exact, strict=True)):
+            error = state.error_dict.get(i, torch.zeros(729))[:numel]
+            assert (error.norm() > 0) == (step >= 2)
+            torch.testing.assert_close(result + _mean(error), want, rtol=1e-5, atol=1e-5)
+    assert state.iter == 5
+    assert (len(state.q_memory_dict) > 0) == warm_start
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_torchs_batched_powersgd(ranks, warm_start):
+    ranks(_batched, warm_start)
+
+
+def test_other_hooks_stand_for_themselves():
+    for hook in (default_hooks.allreduce_hook, powerSGD_hook.powerSGD_hook, powersgd, _sparse):
+        assert resolve(hook) is hook
+        partial = functools.partial(hook)
+        assert resolve(partial) is partial
+
+
+def _sparse(rank: int, world_size: int) -> None:
+    gradient = torch.sparse_coo_tensor([[rank, 2]], torch.ones(2, 4), (5, 4), check_invariants=True)
+    want = torch.zeros(5, 4)
+    want[[0, 1]] = 0.5
+    want[2] = 1.0
+    states = {"powersgd": PowerSGDState(start_iter=0)}
+    for name in ("allreduce", "fp16_compress", "bf16_compress", "powersgd"):
+        hook = getattr(paceline.hooks, name)
+        for each in (hook, paceline.hooks.bf16(hook)):
+            parameter = nn.Parameter(torch.zeros(5, 4))
+            bucket = HandMadeBucket(0, [parameter], gradient.clone(), last=True)
+            result = each(states.get(name), bucket).wait()
+            assert torch.equal(result.to_dense(), want), name
+
+
+def test_sparse_gradients_travel_as_they_are(ranks):
+    ranks(_sparse)
+
+
+# Under DistributedDataParallel
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def _gradients(rank: int, hook: Any, state: Any, steps: int) -> tuple[list[Tensor], int]:
+    model = _model()
+    ddp = paceline.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        ddp.zero_grad()
+        ddp(torch.randn(4, 2, 8, 8)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()], ddp.stats()["buckets"]
+
+
+def _under_ddp(rank: int, world_size: int, name: str, tol: float) -> None:
+    hooks = {
+        "allreduce": (paceline.hooks.allreduce, None),
+        "fp16_compress": (paceline.hooks.fp16_compress, None),
+        "bf16_compress": (paceline.hooks.bf16_compress, dist.group.WORLD),
+        "partial": (functools.partial(paceline.hooks.bf16_compress), None),
+        "fp16(allreduce)": (paceline.hooks.fp16(paceline.hooks.allreduce), None),
+        # Of full rank, PowerSGD delivers everything.
+        "powersgd": (powersgd, PowerSGDState(rank=999, start_iter=0, min_compression_rate=0.1)),
+        "torch allreduce": (default_hooks.allreduce_hook, None),
+        "torch bf16": (default_hooks.bf16_compress_hook, None),
+        "torch fp16(allreduce)": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), None),
+        "torch powerSGD": (
+            powerSGD_hook.powerSGD_hook,
+            powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1e9),
+        ),
+        "torch quantization": (quantization_hooks.quantization_pertensor_hook, None),
+    }
+    plain, _ = _gradients(rank, None, None, 4)
+    hooked, buckets = _gradients(rank, *hooks[name], 4)
+    assert buckets > 1
+    for got, want in zip(hooked, plain, strict=True):
+        assert got.dtype == want.dtype
+        assert ((got - want).norm() / want.norm()).item() <= tol
+
+
+@pytest.mark.parametrize(
+    ("name", "tol"),
+    [
+        ("allreduce", 1e-6),
+        ("fp16_compress", 1e-3),
+        ("bf16_compress", 5e-3),
+        ("partial", 5e-3),
+        ("fp16(allreduce)", 1e-3),
+        ("powersgd", 1e-5),
+        ("torch allreduce", 1e-6),
+        ("torch bf16", 1e-2),
+        ("torch fp16(allreduce)", 1e-3),
+        ("torch powerSGD", 1e-5),
+        ("torch quantization", 0.3),
+    ],
+)
+def test_gradients_under_ddp(ranks, name, tol):
+    ranks(_under_ddp, name, tol)
+
+
+def _chained(rank: int, world_size: int) -> None:
+    """torch's PowerSGD really compressing several buckets: it starts collectives in callbacks."""
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    hooked, buckets = _gradients(rank, powerSGD_hook.powerSGD_hook, state, 6)
+    assert buckets > 1
+    assert state.total_numel_after_compression < state.total_numel_before_compression
+    assert all(torch.equal(_mean(g).float(), g) for g in hooked), "ranks got different gradients"
+
+
+def test_torchs_powersgd_keeps_its_order(ranks):
+    ranks(_chained)
+
+
+def _learns(rank: int, world_size: int, hooked: bool) -> float:
+    model = _model()
+    ddp = paceline.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    if hooked:
+        ddp.register_comm_hook(PowerSGDState(rank=2, start_iter=2), paceline.hooks.bf16(powersgd))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    torch.manual_seed(5)
+    x, y = torch.randn(8, 2, 8, 8), torch.randn(8, 4)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(ddp(x[rank::world_size]), y[rank::world_size])
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_training_with_powersgd_learns_as_without(ranks):
+    plain, compressed = sum(ranks(_learns, False)), sum(ranks(_learns, True))
+    assert compressed < 1.1 * plain

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import paceline
 from paceline.errors import BadArgumentError, BadTypeError
 from paceline.sync_batchnorm import SyncBatchNorm
 from paceline.testing import RankError
@@ -304,9 +305,7 @@ class _Net(nn.Module):
         self.block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
         self.once = nn.BatchNorm1d(4)
         self.again = self.once
-        self.deep = nn.ModuleDict(
-            {"x": nn.ModuleList([nn.BatchNorm3d(2, eps=0.1, momentum=None), nn.ReLU()])}
-        )
+        self.deep = nn.ModuleDict({"x": nn.ModuleList([nn.BatchNorm3d(2, eps=0.1, momentum=None), nn.ReLU()])})
         self.torchs = nn.SyncBatchNorm(2)
         self.group_norm = nn.GroupNorm(1, 2)
 
@@ -376,3 +375,28 @@ def test_wrong_input_is_refused():
         SyncBatchNorm.convert_sync_batchnorm(3)
     with pytest.raises(BadArgumentError, match="0 is a lazy batch norm"):
         SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def _under_ddp(rank: int, world_size: int) -> None:
+    """Three steps of a wrapped network on halves of a batch, against one process on the whole batch."""
+    torch.manual_seed(0)
+    single = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)
+    ).double()
+    wrapped = paceline.DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(single)))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, wrapped)]
+    for _ in range(3):
+        x = torch.randn(4 * world_size, 2, 6, 6, dtype=torch.float64)
+        y = torch.randn(4 * world_size, 3, dtype=torch.float64)
+        for model, optimizer, part in zip(
+            (single, wrapped), optimizers, (slice(None), slice(4 * rank, 4 * rank + 4)), strict=True
+        ):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[part]), y[part]).backward()
+            optimizer.step()
+    for (name, got), want in zip(wrapped.module.state_dict().items(), single.state_dict().values(), strict=True):
+        _close(got, want, name, tol=1e-10)
+
+
+def test_training_under_ddp(ranks):
+    ranks(_under_ddp)

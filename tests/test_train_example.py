@@ -15,7 +15,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors import safe_open
 
+import paceline
 from paceline.init import World
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -95,8 +97,6 @@ def test_resume_continues_with_the_losses_of_an_uninterrupted_run(whole: tuple[P
     assert "continuing after step 13" in second.stdout
     assert losses(tmp_path) == losses(whole[0])
     assert list(tmp_path.glob("*.partial")) == []
-    third = paceline_train(*flags, "--resume")
-    assert "Nothing to do" in third.stdout
 
 
 def test_torchrun_runs_the_same_script_to_the_same_losses(whole: tuple[Path, str], tmp_path: Path) -> None:
@@ -110,6 +110,24 @@ def test_it_runs_alone(tmp_path: Path) -> None:
     assert "1 rank, from scratch" in done.stdout
     assert "What it writes now:\nOn a " in done.stdout
     assert len(losses(tmp_path)) == 2
+
+
+def test_a_finished_run_is_extended_by_more_steps_only(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    world = paceline.init(device="cpu")
+    try:
+        for steps, resume in ((2, False), (2, True), (3, True)):
+            flags = [*SMALL, "--steps", str(steps), "--out", str(tmp_path), *(["--resume"] if resume else [])]
+            assert example.train(*example.parse_flags(flags), world) == 0
+    finally:
+        paceline.shutdown()
+    said = capsys.readouterr().out
+    assert said.count("Nothing to do up to step 2") == 1
+    assert said.count("continuing after step 2") == 1
+    assert len(losses(tmp_path)) == 3
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.parametrize(
@@ -170,7 +188,7 @@ def _refusal(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
-def test_ctrl_c_on_a_terminal_saves_ends_all_ranks_and_can_be_resumed(tmp_path: Path) -> None:
+def test_ctrl_c_on_a_terminal_saves_and_ends_all_ranks(tmp_path: Path) -> None:
     flags = [*SMALL, "--steps", "1000000", "--out", str(tmp_path)]
     controller, terminal = pty.openpty()
     mark = f"PACELINE_TEST_MARK={tmp_path}"
@@ -181,7 +199,7 @@ def test_ctrl_c_on_a_terminal_saves_ends_all_ranks_and_can_be_resumed(tmp_path: 
     os.close(terminal)
     shown = b""
     try:
-        while b"waiting" not in shown:
+        while b"comm wait" not in shown:
             shown += os.read(controller, 65536)
         assert len(_marked(mark)) == 3, "a launcher and two ranks"
         process.send_signal(signal.SIGINT)
@@ -199,10 +217,8 @@ def test_ctrl_c_on_a_terminal_saves_ends_all_ranks_and_can_be_resumed(tmp_path: 
     assert "tokens/s" in text
     assert "Stopped by SIGINT. The same command with --resume continues it." in text
     assert "Traceback" not in text
-    steps = len(losses(tmp_path))
-    again = paceline_train(*flags, "--resume", "--stop-at", str(steps + 2))
-    assert f"continuing after step {steps}" in again.stdout
-    assert len(losses(tmp_path)) == steps + 2
+    with safe_open(tmp_path / "checkpoint.safetensors", "pt") as checkpoint:
+        assert json.loads(checkpoint.metadata()["about"])["step"] == len(losses(tmp_path))
 
 
 def _marked(mark: str) -> list[int]:

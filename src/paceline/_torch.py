@@ -6,6 +6,7 @@ checked by reading this file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -105,6 +106,22 @@ def overlapped_optimizer(optimizer_class: type, params: Any, *args: Any, **kwarg
     from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
     return _as_overlapped_optim(optimizer_class, params, *args, **kwargs)
+
+
+def optimizers_in_backward() -> int:
+    """How many parameters torch's ``_apply_optimizer_in_backward`` holds; 0 if it was never used."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return 0 if module is None else len(module.param_to_optim_hook_handle_map)
+
+
+def take_optimizers_in_backward(param: Tensor) -> bool:
+    """Keep torch from stepping ``param`` on its local gradient; True if it has optimizers that now wait for us."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if module is None or not hasattr(param, "_in_backward_optimizers"):
+        return False
+    for handle in module.param_to_optim_hook_handle_map.get(param, []):
+        handle.remove()
+    return True
 
 
 def pytree_flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -58,6 +58,7 @@ class Slot:
         "owned",
         "param",
         "saved",
+        "steps_in_backward",
         "used",
         "view",
     )
@@ -76,6 +77,7 @@ class Slot:
         # A gradient that must survive unscaled until after the reduction (weighted averaging).
         self.base: Tensor | None = None
         self.used = False
+        self.steps_in_backward = False
         self.reset()
 
     def reset(self) -> None:
@@ -186,6 +188,8 @@ class Bucket:
             assert view is not None
             grad = param.grad if slot.owned else None
             if grad is None:
+                # Autograd may announce a gradient that is undefined: that is no use of the parameter.
+                slot.used = False
                 view.zero_()
                 continue
             if not slot.used:

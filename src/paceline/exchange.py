@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from paceline.bucket import CommHook, GradBucket
 from paceline.control import Channel
@@ -48,7 +47,8 @@ def start_hook(
 ) -> Finish:
     """Let a comm hook communicate ``bucket``; its result ends up in ``target``."""
     future = hook(state, bucket)
-    if not isinstance(future, Future):
+    # Duck-typed: futures of a backend are of a C++ class that torch.futures.Future derives from.
+    if not callable(getattr(future, "wait", None)):
         raise BadTypeError(
             f"The comm hook {hook_name(hook)} returned a {type(future).__name__} for {what}; it must return a "
             "torch.futures.Future that will hold one tensor. A hook that has nothing to wait for returns a "

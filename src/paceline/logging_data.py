@@ -30,9 +30,10 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     data = _construction(ddp) | _environment(ddp) | _runtime(ddp)
     if ddp._hook_names:
         data["comm_hook"] = ddp._hook_names[-1]
-    if ddp._last_error:
+    error = ddp._last_error or ddp._reducer.last_error
+    if error:
         data["has_error"] = 1
-        data["error"] = ddp._last_error
+        data["error"] = error
     return data
 
 
@@ -95,7 +96,7 @@ def _runtime(ddp: DistributedDataParallel) -> dict[str, Any]:
     if reducer.has_rebuilt:
         buckets = reducer.plan.buckets
         data["rebuilt_bucket_sizes"] = ", ".join(str(b.size_bytes) for b in buckets)
-        data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, b.params)) for b in buckets)
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(str(reducer.place_of(i)) for i in b.params) for b in buckets)
     if ddp._ran_in_join:
         data["join_uneven_inputs"] = True
     return data

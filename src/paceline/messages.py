@@ -7,7 +7,7 @@ parameters, which rank, what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.plan import BucketPlan
 
@@ -19,11 +19,13 @@ _STATIC = (
 )
 
 
-def graph_changed_message(plan: BucketPlan, rank: int, *, newly: Sequence[int], missing: Sequence[int]) -> str:
+def graph_changed_message(
+    plan: BucketPlan, rank: int, *, newly: Sequence[int], missing: Sequence[int], place: Mapping[int, int]
+) -> str:
     """``static_graph=True`` was promised and this rank's backward used other parameters than the first one."""
     remedy = "Drop static_graph=True: parameters that are used only sometimes need no flag."
     if missing:
-        indices = " ".join(map(str, missing))
+        indices = " ".join(str(place[i]) for i in missing)
         return (
             f"{_UNFINISHED} {_STATIC}\nParameter indices which did not receive grad for rank {rank}: {indices} "
             f"({', '.join(plan.names(missing))}). {remedy}"

@@ -219,6 +219,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- forward -------------------------------------------------------------------------------------
 
+    # The compiler enters the module, not this bookkeeping around it.
+    @torch.compiler.disable(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with record_function("DistributedDataParallel.forward"):
             try:

@@ -5,8 +5,8 @@ fingerprint, the simulator and the report read it.
 
 >>> from paceline.plan import ParameterSpec, make_plan
 >>> layers = [ParameterSpec(f"layers.{i}.weight", (512, 512), (512, 1), "float32", 4, "cpu") for i in range(8)]
->>> [len(bucket.params) for bucket in make_plan(layers, caps_bytes=(3 << 20,)).buckets]
-[3, 3, 2]
+>>> [bucket.params for bucket in make_plan(layers, caps_bytes=(3 << 20,)).buckets]
+[(7, 6), (5, 4, 3), (2, 1, 0)]
 """
 
 from __future__ import annotations
@@ -121,6 +121,9 @@ def make_plan(
     not given. ``leave_out`` names parameters (by index) that are not to be reduced.
     """
     chosen = [i for i, spec in enumerate(specs) if spec.requires_grad and i not in leave_out]
+    # With one capacity for all and no order seen yet, buckets are filled from the front of the module, as torch
+    # does: the same capacity then gives the same buckets.
+    from_front = order is None and len(caps_bytes) == 1
     if order is None:
         order = list(reversed(chosen))
     else:
@@ -131,7 +134,7 @@ def make_plan(
     closed: list[list[int]] = []
     open_buckets: dict[tuple[object, ...], tuple[list[int], int]] = {}
     closed_of_kind: dict[tuple[object, ...], int] = {}
-    for i in order:
+    for i in chosen if from_front else order:
         spec = specs[i]
         if spec.sparse:
             # A sparse gradient has no fixed size: it cannot share a flat buffer.
@@ -153,6 +156,8 @@ def make_plan(
 
     # A bucket is ready with its last gradient: launch order is the order of those.
     place = {i: n for n, i in enumerate(order)}
+    if from_front:
+        closed = [members[::-1] for members in closed]
     closed.sort(key=lambda members: (specs[members[0]].delayed, max(place[i] for i in members)))
     buckets = tuple(_bucket(index, members, specs) for index, members in enumerate(closed))
     return BucketPlan(tuple(specs), buckets, tuple(caps_bytes), tuple(order))

@@ -14,6 +14,7 @@ result is right; and from then on the bucket waits for that contribution.
 from __future__ import annotations
 
 import enum
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -104,8 +105,10 @@ class Reducer:
         self.forwards_pending = False
         """A forward has run whose backward has not: what it saved must stay as it is."""
         self.phase = Phase.IDLE
+        self.last_error = ""
         self.has_rebuilt = False
         self._needed_alone = False
+        self._warned_of_eval = False
         self.graph_is_static = True
         self.ready_order: list[int] = []
         self.used_counts: list[float] = []
@@ -160,6 +163,7 @@ class Reducer:
         self._slots = sorted((s for b in self._buckets for s in b.slots), key=lambda slot: slot.index)
         self._place = {slot.index: n for n, slot in enumerate(self._slots)}
         self._status_numel = Status.numel(len(self._buckets), len(self._slots))
+        self._n_in_backward = 0
 
     @property
     def active(self) -> bool:
@@ -215,6 +219,10 @@ class Reducer:
         pairs = zip(self._slots, self.used_counts, strict=False)
         return sum(slot.param.numel() * slot.param.element_size() for slot, used in pairs if not used)
 
+    def place_of(self, index: int) -> int:
+        """The number of a parameter among the trainable ones."""
+        return self._place[index]
+
     def trainable(self) -> list[Slot]:
         """The slots of all parameters that are reduced, in registration order."""
         return self._slots
@@ -235,20 +243,23 @@ class Reducer:
         if self.phase is not Phase.BACKWARD and self._slots and self.active:
             first = next((slot for slot in self._slots if slot.owned), None)
             if first is not None and _torch.will_execute(_torch.accumulate_grad_node(first.param)):
-                self.start_backward()
+                self.start_backward(through_forward=True)
 
     def expect_unused(self, unused: frozenset[int]) -> None:
         """These parameters (by index) cannot be reached from forward's output (``find_unused_parameters``)."""
         hint = self._unused_hint
         self._unused_hint = unused if hint is None else hint & unused
 
-    def start_backward(self) -> None:
+    def start_backward(self, *, through_forward: bool = False) -> None:
         self.check_usable()
+        syncing = self.enabled and (through_forward or self.forwards_pending or self._is_training())
         self._watch_backward()
         if self.roster.changed():
             self._replan()
+        if _torch.optimizers_in_backward() != self._n_in_backward:
+            self._take_optimizers()
         self.phase = Phase.BACKWARD
-        step = self._step = _Step(syncing=self.enabled, create_graph=torch.is_grad_enabled())
+        step = self._step = _Step(syncing=syncing, create_graph=torch.is_grad_enabled())
         self.telemetry.current.backward_start_ns = now_ns()
         self._begin_weighing()
         weighing = self._weighing or self.divide_by_participants
@@ -261,6 +272,29 @@ class Reducer:
         if step.syncing and self._unused_hint is not None:
             self._apply_unused_hint(self._unused_hint)
             self._unused_hint = None
+
+    def _take_optimizers(self) -> None:
+        """Optimizers that run in backward are to find the averaged gradient: from now on we call them."""
+        self._n_in_backward = _torch.optimizers_in_backward()
+        for slot in self._slots:
+            slot.steps_in_backward = _torch.take_optimizers_in_backward(slot.param)
+
+    def _is_training(self) -> bool:
+        """Whether a backward that did not come through the wrapper's forward is one of training.
+
+        The bare module in eval mode is what one rank uses alone, for saliency or an attack say: synchronising
+        there would wait for ranks that do no such thing.
+        """
+        if self.roster.training():
+            return True
+        if self.enabled and not self._warned_of_eval:
+            self._warned_of_eval = True
+            warnings.warn(
+                "Backward through the bare module in eval mode is not synchronised across ranks. Call the wrapper "
+                "instead of its module, or use train() mode, if it is meant to be.",
+                stacklevel=2,
+            )
+        return False
 
     def _watch_backward(self) -> None:
         """Be told when the backward that runs now, the outermost one, has ended or has failed."""
@@ -457,12 +491,14 @@ class Reducer:
             return
         try:
             self._finish()
-        except DisagreementError:
+        except DisagreementError as error:
             # All ranks raise it together, with nothing under way: the next step may go on.
             self.phase = Phase.IDLE
+            self.last_error = str(error)
             raise
         except BaseException as error:
             self.phase = Phase.BROKEN
+            self.last_error = str(error)
             self.channel.report("backward", error)
             raise
 
@@ -625,8 +661,10 @@ class Reducer:
             elif slot.base is not None:
                 param.grad = slot.base
             slot.base = None
-            if used and not slot.deferred:
-                _step_in_backward(param)
+            if used and slot.steps_in_backward:
+                for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+                    optimizer.step()
+                param.grad = None
 
     # -- afterwards ----------------------------------------------------------------------------------
 
@@ -638,7 +676,8 @@ class Reducer:
         fired = [slot.fires > 0 for slot in self._slots]
         self.graph_is_static &= self._last_fired in (None, fired)
         self._last_fired = fired
-        if self.options.static_graph and self._static_fires is None:
+        if self.options.static_graph and (self._static_fires is None or status.complaints):
+            # After a broken promise, what has just been seen is what the next backward is held to.
             self._static_fires = [slot.fires for slot in self._slots]
         for slot in self._slots:
             if slot.fires > slot.expected or (first and self.options.rebuild):
@@ -656,7 +695,7 @@ class Reducer:
         # A gradient that came several times was ready with the last of them.
         seen = dict.fromkeys(reversed(observed))
         ready = list(reversed(seen))
-        self.ready_order = ready
+        self.ready_order = [self._place[i] for i in ready]
         order = ready + [i for i in self.plan.order if i not in seen]
         if self.channel.size > 1:
             shared = torch.tensor(order, dtype=torch.int64, device=self._status_device())
@@ -764,7 +803,7 @@ class Reducer:
         missing = [slot.index for slot, before in pairs if before and not slot.fires]
         if not (newly or missing):
             return ""
-        return graph_changed_message(self.plan, self.channel.rank, newly=newly, missing=missing)
+        return graph_changed_message(self.plan, self.channel.rank, newly=newly, missing=missing, place=self._place)
 
 
 class _BackwardEnd:
@@ -818,11 +857,3 @@ def _stride_of(slot: Slot) -> tuple[int, ...]:
     assert slot.view is not None
     return slot.view.stride()
 
-
-def _step_in_backward(param: Tensor) -> None:
-    """Run the optimizers that torch's ``_apply_optimizer_in_backward`` put on the parameter."""
-    optimizers = getattr(param, "_in_backward_optimizers", None)
-    if optimizers:
-        for optimizer in optimizers:
-            optimizer.step()
-        param.grad = None

@@ -6,7 +6,6 @@ replacing a parameter, or assigning a new tensor to a buffer, are things people 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import attrgetter, getitem, is_
 
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ class Roster:
     """The parameters of ``module`` as they are now. Cheap to ask whether that is still so."""
 
     def __init__(self, module: nn.Module, *, ignored: frozenset[str], delayed: frozenset[str] = frozenset()) -> None:
+        self._module = module
         self.params: list[Tensor] = []
         self.specs: list[ParameterSpec] = []
         seen: set[Tensor] = set()
@@ -56,6 +56,9 @@ class Roster:
         self._keys = [place[1] for place in places]
         self._held = [place[2] for place in places]
         self._trainable = [spec.requires_grad for spec in self.specs]
+
+    def training(self) -> bool:
+        return self._module.training
 
     @staticmethod
     def _spec(name: str, param: Tensor, sparse: bool, delayed: bool) -> ParameterSpec:
@@ -104,17 +107,3 @@ class Roster:
             elif param is not new_param:
                 told.append(f"{name!r} was replaced")
         return "; ".join(sorted(told)) or "nothing that matters"
-
-
-def named_buffers(
-    module: nn.Module, ignored: frozenset[str]
-) -> Iterator[tuple[dict[str, Tensor | None], str, str, Tensor]]:
-    """(dictionary that holds it, its key there, fully qualified name, buffer) of each buffer, as of now."""
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        for key, buffer in owner._buffers.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if buffer is None or id(buffer) in seen or name in ignored:
-                continue
-            seen.add(id(buffer))
-            yield owner._buffers, key, name, buffer

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"no test matches {options.only!r}")
         return 2
     suite = _load_suite(reload_midway=options.reload_midway)
-    stock = None if options.ours_only else _stock_column(tests, suite, options=options, console=console)
+    stock = _stock_column(tests, suite, options=options, console=console)
     ours = None
     if not options.stock_only:
         from .swap import use_ours
@@ -59,8 +59,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("--only", metavar="PATTERN", help="tests whose name contains or matches PATTERN")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--ours-only", action="store_true", help="leave out the column of torch's class")
-    which.add_argument("--stock-only", action="store_true", help="leave out the column of our class")
+    which.add_argument("--ours-only", action="store_true", help="do not measure the column of torch's class")
+    which.add_argument("--stock-only", action="store_true", help="do not measure the column of our class")
     parser.add_argument(
         "--cached-stock",
         metavar="FILE",
@@ -85,6 +85,8 @@ def _set_environment() -> None:
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
     # One test still relies on what torch.load did by default before 2.6.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    # On a fresh machine one test would spend its minute on compiling all of torch's headers ahead.
+    os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
 
 def _select(only: str | None) -> list[Selected]:
@@ -114,12 +116,15 @@ def _load_suite(*, reload_midway: bool) -> ModuleType:
 
 def _stock_column(
     tests: list[Selected], suite: ModuleType, *, options: argparse.Namespace, console: Console
-) -> dict[str, Outcome]:
+) -> dict[str, Outcome] | None:
+    """Torch's column: as cached, else measured, unless it is not wanted."""
     cache: Path | None = options.cached_stock
     if cache and cache.exists():
         stored = json.loads(cache.read_text())
         if all(test.name in stored for test in tests):
             return {test.name: Outcome(**stored[test.name]) for test in tests}
+    if options.ours_only:
+        return None
     column = _column("stock", tests, suite, options=options, console=console)
     if cache:
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -155,9 +160,7 @@ def _as_json(column: dict[str, Outcome]) -> str:
     return json.dumps({name: dataclasses.asdict(outcome) for name, outcome in column.items()}, indent=1)
 
 
-def _print_tracebacks(
-    console: Console, *, stock: dict[str, Outcome] | None, ours: dict[str, Outcome] | None
-) -> None:
+def _print_tracebacks(console: Console, *, stock: dict[str, Outcome] | None, ours: dict[str, Outcome] | None) -> None:
     for title, column in (("stock", stock), ("ours", ours)):
         for name, outcome in (column or {}).items():
             for rank, trace in outcome.tracebacks.items():

@@ -89,9 +89,7 @@ def print_summary(console: Console, *, verdict: Verdict, stock: dict[str, Outcom
     """Print what the table amounts to; the last line is the count of our column."""
     if stock is not None:
         passing = sum(outcome.status == "pass" for outcome in stock.values())
-        console.print(
-            f"stock: {passing} of {len(stock)} pass; ours passes {len(verdict.gained)} that stock does not"
-        )
+        console.print(f"stock: {passing} of {len(stock)} pass; ours passes {len(verdict.gained)} that stock does not")
     if verdict.differing:
         console.print(f"known differences: {len(verdict.differing)} (tests/conformance/known.py)")
     for name in verdict.failed:

@@ -4,6 +4,7 @@
 - ``allreduce``: plain averaging as a hook.
 - ``compress``: float16 and bfloat16, as hooks and as wrappers ``fp16(hook)``, ``bf16(hook)`` of others.
 - ``powersgd``: low-rank compression with error feedback.
+- ``stand_ins``: what runs in the place of torch's hooks that cannot run on every backend.
 
 ::
 
@@ -16,6 +17,7 @@ from paceline.hooks.allreduce import allreduce
 from paceline.hooks.compress import bf16, bf16_compress, fp16, fp16_compress
 from paceline.hooks.contract import Bucket, Hook, overlapping, overlaps
 from paceline.hooks.powersgd import PowerSGDState, powersgd
+from paceline.hooks.stand_ins import resolve
 
 __all__ = [
     "Bucket",
@@ -29,4 +31,5 @@ __all__ = [
     "overlapping",
     "overlaps",
     "powersgd",
+    "resolve",
 ]

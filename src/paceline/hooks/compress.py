@@ -63,8 +63,9 @@ def bf16(hook: Hook) -> Hook:
 
 
 def _is_smaller(dtype: torch.dtype, buffer: Tensor) -> bool:
-    # float16 to bfloat16 or back would lose digits or range and save nothing.
-    return dtype.itemsize < buffer.dtype.itemsize
+    # float16 to bfloat16 or back would lose digits or range and save nothing. Sparse gradients travel as
+    # they are: backends sum them in few dtypes.
+    return dtype.itemsize < buffer.dtype.itemsize and buffer.layout is torch.strided
 
 
 def _average_in(dtype: torch.dtype, state: Any, bucket: Bucket) -> Future[Tensor]:

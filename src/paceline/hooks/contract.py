@@ -55,11 +55,11 @@ _overlapping: set[Callable[..., Any]] = set()
 # torch's hooks of that kind, by name: importing their package imports numpy.
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _TORCH_OVERLAPPING = {
-    ("default_hooks", "allreduce_hook"),
-    ("default_hooks", "fp16_compress_hook"),
-    ("default_hooks", "bf16_compress_hook"),
-    ("debugging_hooks", "noop_hook"),
-    ("post_localSGD_hook", "post_localSGD_hook"),
+    "default_hooks.allreduce_hook",
+    "default_hooks.fp16_compress_hook",
+    "default_hooks.bf16_compress_hook",
+    "debugging_hooks.noop_hook",
+    "post_localSGD_hook.post_localSGD_hook",
 }
 
 
@@ -85,13 +85,18 @@ def overlaps(hook: Callable[..., Any]) -> bool:
     wrapped = getattr(hook, "wrapped_hook", None)
     if wrapped is not None:
         return overlaps(wrapped)
-    module = getattr(hook, "__module__", None) or ""
-    if module.startswith(_TORCH_HOOKS):
-        return (module.removeprefix(_TORCH_HOOKS), getattr(hook, "__name__", "")) in _TORCH_OVERLAPPING
+    if torch_hook_name(hook) in _TORCH_OVERLAPPING:
+        return True
     try:
         return hook in _overlapping
     except TypeError:  # a callable that cannot be hashed was never declared
         return False
+
+
+def torch_hook_name(hook: Callable[..., Any]) -> str:
+    """``"default_hooks.allreduce_hook"`` and the like for the hooks that torch brings, else ``""``."""
+    module, name = (getattr(hook, attribute, None) or "" for attribute in ("__module__", "__qualname__"))
+    return f"{module.removeprefix(_TORCH_HOOKS)}.{name}" if module.startswith(_TORCH_HOOKS) else ""
 
 
 def group_of(state: Any) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ _SETTINGS = ("rank", "start_iter", "min_compression_rate", "error_feedback", "wa
 
 
 @dataclass
-class _Memory:
+class Memory:
     """What one parameter carries from step to step."""
 
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class PowerSGDState:
         # Elements of compressed steps as they were and as they travelled.
         self.numel_before = 0
         self.numel_after = 0
-        self._loaded: list[_Memory] = []
+        self._loaded: list[Memory] = []
         self._forget()
 
     @property
@@ -128,7 +128,7 @@ class PowerSGDState:
         for name in (*_SETTINGS, "iter", "numel_before", "numel_after"):
             setattr(self, name, state_dict[name])
         self._loaded = [
-            _Memory(tuple(saved["shape"]), number, _copied(saved["error"]), _copied(saved["q"]))
+            Memory(tuple(saved["shape"]), number, _copied(saved["error"]), _copied(saved["q"]))
             for number, saved in enumerate(state_dict["memories"])
         ]
 
@@ -150,15 +150,15 @@ class PowerSGDState:
             )
         return group_of(self.process_group)
 
-    def memory(self, parameter: Tensor) -> _Memory:
+    def memory(self, parameter: Tensor) -> Memory:
         """The memory of ``parameter``, made at first sight."""
-        memory: _Memory | None = self._memories.get(parameter)
+        memory: Memory | None = self._memories.get(parameter)
         if memory is None:
             memory = self._memories[parameter] = self._new_memory(tuple(parameter.shape))
             self._seen += 1
         return memory
 
-    def random_q(self, memory: _Memory, rows: int, columns: int) -> Tensor:
+    def random_q(self, memory: Memory, rows: int, columns: int) -> Tensor:
         """Normal random numbers that are equal on all ranks and leave torch's generator alone."""
         generator = torch.Generator().manual_seed(self.seed)
         step = 0 if self.warm_start else self.iter
@@ -174,10 +174,10 @@ class PowerSGDState:
         self._loaded = []
         self._group_lost = False
 
-    def _new_memory(self, shape: tuple[int, ...]) -> _Memory:
+    def _new_memory(self, shape: tuple[int, ...]) -> Memory:
         number = self._seen
         if not self._loaded:
-            return _Memory(shape, number)
+            return Memory(shape, number)
         if number >= len(self._loaded) or self._loaded[number].shape != shape:
             raise BadArgumentError(
                 f"the loaded PowerSGDState does not fit this module: parameter {number} in the order of the "
@@ -201,14 +201,15 @@ def powersgd(state: PowerSGDState, bucket: Bucket) -> Future[Tensor]:
             f"the state of the powersgd hook must be a paceline.hooks.PowerSGDState, got {type(state).__name__}"
         )
     group = state.group()
-    buffer, gradients = bucket.buffer(), bucket.gradients()
+    buffer = bucket.buffer()
+    gradients = bucket.gradients() if buffer.layout is torch.strided else [buffer]
     memories = [state.memory(parameter) for parameter in bucket.parameters()]
     compress = state.iter >= state.start_iter
-    low_rank: list[_LowRank] = []
+    low_rank: list[LowRank] = []
     whole: list[Tensor] = []
     for gradient, memory in zip(gradients, memories, strict=True):
         if compress and _shrinks(gradient, state):
-            low_rank.append(_LowRank(gradient, memory, state))
+            low_rank.append(LowRank(gradient, memory, state))
         else:
             whole.append(gradient)
     if compress:
@@ -219,7 +220,13 @@ def powersgd(state: PowerSGDState, bucket: Bucket) -> Future[Tensor]:
         state.iter += 1
     if not low_rank:
         return allreduce(group, bucket)
+    return average_low_rank(low_rank, whole, buffer, group)
 
+
+def average_low_rank(
+    low_rank: list[LowRank], whole: list[Tensor], buffer: Tensor, group: dist.ProcessGroup
+) -> Future[Tensor]:
+    """Average ``low_rank`` as products and ``whole`` as they are; the future is of ``buffer``."""
     # This one is waited for here: a callback would start the second at another moment on each rank; see
     # [Note: order of collectives]. It is the smaller part, and the second is left to overlap.
     ps = _packed([matrix.p for matrix in low_rank], buffer.dtype, group.size())
@@ -227,7 +234,6 @@ def powersgd(state: PowerSGDState, bucket: Bucket) -> Future[Tensor]:
     for matrix, p in zip(low_rank, _unpacked(ps, [m.p for m in low_rank]), strict=True):
         matrix.project_on(p)
     travelling = [*(matrix.q for matrix in low_rank), *whole]
-    rest = _packed(travelling, buffer.dtype, group.size())
 
     def decompress(done: Future[Tensor]) -> Tensor:
         averages = _unpacked(done.value(), travelling)
@@ -237,11 +243,13 @@ def powersgd(state: PowerSGDState, bucket: Bucket) -> Future[Tensor]:
             gradient.copy_(average)
         return buffer
 
-    return start_sum(rest, group).then(decompress)
+    return start_sum(_packed(travelling, buffer.dtype, group.size()), group).then(decompress)
 
 
 def _shrinks(gradient: Tensor, state: PowerSGDState) -> bool:
-    if gradient.dim() < 2 or gradient.is_complex() or gradient.numel() == 0:
+    if gradient.layout is not torch.strided or gradient.is_complex():
+        return False
+    if gradient.dim() < 2 or gradient.numel() == 0:
         return False
     rows = gradient.size(0)
     columns = gradient.numel() // rows
@@ -249,10 +257,10 @@ def _shrinks(gradient: Tensor, state: PowerSGDState) -> bool:
     return (rows + columns) * rank * state.min_compression_rate <= gradient.numel()
 
 
-class _LowRank:
+class LowRank:
     """One gradient on its way through the two exchanges."""
 
-    def __init__(self, gradient: Tensor, memory: _Memory, state: PowerSGDState) -> None:
+    def __init__(self, gradient: Tensor, memory: Memory, state: PowerSGDState) -> None:
         self._gradient, self._memory, self._state = gradient, memory, state
         # Halves cannot hold a small error beside a large gradient, nor be factorised.
         wide = torch.promote_types(gradient.dtype, torch.float32)

@@ -1,0 +1,397 @@
+"""Wrapping: what is compared across ranks, what is broadcast, what is ignored, what is refused."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.errors import PacelineError, ParameterMismatchError
+
+from ._ddp import DDP, assert_in_sync, batch, compare_with_reference, ours_only
+
+
+class _Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.transposed = nn.Parameter(torch.randn(2, 4).t())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.brain = nn.Parameter(torch.randn(5).to(torch.bfloat16))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.bn = nn.BatchNorm1d(4)
+        self.register_buffer("flags", torch.rand(4) > 0.5)
+        self.register_buffer("counts", torch.randint(0, 100, (3,)))
+        self.register_buffer("temporary", torch.randn(2), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        return self.bn(self.linear(x))
+
+
+def _broadcast(rank, world_size):
+    torch.manual_seed(0)
+    wanted = _Everything()
+    wanted.bn.running_mean.normal_()
+    torch.manual_seed(rank)
+    model = _Everything()
+    model.bn.running_mean.normal_()
+    DDP(model)
+    for (name, mine), theirs in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        assert mine.stride() == theirs.stride(), name
+    for (name, mine), theirs in zip(model.named_buffers(), wanted.buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_and_buffers_are_broadcast_from_rank_0(ranks, world_size):
+    ranks(_broadcast, world_size=world_size)
+
+
+def _large(rank, world_size):
+    """More than a chunk, in parameters that straddle chunks."""
+    torch.manual_seed(rank)
+    model = nn.ParameterList([nn.Parameter(torch.randn(700_000)) for _ in range(8)])
+    DDP(model)
+    assert_in_sync(model)
+
+
+def test_large_models_are_broadcast_whole(ranks):
+    ranks(_large)
+
+
+def _no_init_sync(rank, world_size):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(float(rank))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ddp = DDP(model, init_sync=False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    # Gradients are still averaged.
+    ddp(batch(rank).float()).square().sum().backward()
+    gathered = [torch.empty(4, 4) for _ in range(world_size)]
+    dist.all_gather(gathered, model[0].weight.grad.clone())
+    assert torch.equal(*gathered)
+
+
+def test_init_sync_off(ranks):
+    ranks(_no_init_sync)
+
+
+def _common_rank_0_of_group(rank, world_size):
+    """In a subgroup, the source is the first rank of the group, not global rank 0."""
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 4)
+    mine = model.weight.detach().clone()
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    DDP(model, process_group=group)
+    gathered = [torch.empty(4, 4) for _ in range(2)]
+    dist.all_gather(gathered, model.weight.detach().clone(), group=group)
+    assert torch.equal(*gathered)
+    if rank == 1:
+        assert torch.equal(model.weight, mine)
+    return None
+
+
+def test_the_source_is_the_first_rank_of_the_group(ranks):
+    ranks(_common_rank_0_of_group, world_size=3)
+
+
+# -- what must agree -----------------------------------------------------------------------------------------
+
+
+def _net():
+    return nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Conv2d(4, 4, 3), "c": nn.Linear(4, 4)})
+
+
+def _rename(net):
+    net["z"] = net.pop("c")
+
+
+def _reorder(net):
+    net["a"] = net.pop("a")
+
+
+def _reshape(net):
+    net["c"] = nn.Linear(5, 4)
+
+
+def _transpose_shape(net):
+    net["c"].weight = nn.Parameter(torch.randn(2, 8))
+
+
+def _retype(net):
+    net["c"].double()
+
+
+def _restride(net):
+    net["b"].to(memory_format=torch.channels_last)
+
+
+def _freeze(net):
+    net["c"].weight.requires_grad_(False)
+
+
+def _add(net):
+    net["d"] = nn.Linear(1, 1)
+
+
+def _remove(net):
+    del net["c"]
+
+
+def _remove_bias(net):
+    net["a"].bias = None
+
+
+MISMATCHES = {
+    "name": (_rename, "c.weight"),
+    "order": (_reorder, "a.weight"),
+    "shape": (_reshape, "c.weight"),
+    "shape_same_numel": (_transpose_shape, "c.weight"),
+    "dtype": (_retype, "c.weight"),
+    "strides": (_restride, "b.weight"),
+    "requires_grad": (_freeze, "c.weight"),
+    "added": (_add, "d.weight"),
+    "removed": (_remove, "c.weight"),
+    "removed_bias": (_remove_bias, "a.bias"),
+}
+
+
+def _mismatch(rank, world_size, kind, odd_rank):
+    torch.manual_seed(rank)
+    net = _net()
+    if rank == odd_rank:
+        MISMATCHES[kind][0](net)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    start = time.monotonic()
+    with pytest.raises(ParameterMismatchError) as caught:
+        DDP(net)
+    took_s = time.monotonic() - start
+    # Before any tensor collective: nothing was written, the group is in step, and another wrap works.
+    for name, p in net.named_parameters():
+        assert torch.equal(p, before[name]), name
+    good = nn.Linear(4, 2)
+    ddp = DDP(good)
+    ddp(batch(rank).float()).sum().backward()
+    assert_in_sync(good)
+    return str(caught.value), took_s
+
+
+@ours_only
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_mismatch_names_the_parameter_and_the_rank_on_every_rank(ranks, kind):
+    for text, took_s in ranks(_mismatch, kind, 1):
+        assert MISMATCHES[kind][1] in text
+        assert "rank 1" in text
+        assert took_s < 5
+
+
+@ours_only
+def test_mismatch_of_one_rank_of_three_blames_that_one(ranks):
+    for text, _ in ranks(_mismatch, "shape", 2, world_size=3):
+        assert "c.weight" in text
+        assert "rank 2" in text
+        assert "(5" in text or "5)" in text or "5]" in text, "the differing shape is shown"
+
+
+@ours_only
+def test_when_rank_0_is_the_odd_one_out(ranks):
+    for text, _ in ranks(_mismatch, "shape", 0, world_size=3):
+        assert "c.weight" in text
+        assert "rank 0" in text
+
+
+def _different_options(rank, world_size, options):
+    with pytest.raises(PacelineError) as caught:
+        DDP(nn.Linear(4, 4), **options[rank])
+    return str(caught.value)
+
+
+@ours_only
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("bucket_cap_mb", [0.00001, 25]), ("static_graph", [True, False]), ("find_unused_parameters", [False, True])],
+)
+def test_options_that_differ_between_ranks(ranks, option, values):
+    for text in ranks(_different_options, [{option: value} for value in values]):
+        assert option in text
+
+
+def _one_rank_refuses(rank, world_size):
+    start = time.monotonic()
+    try:
+        DDP(nn.Linear(4, 4), bucket_cap_mb=-1 if rank == 1 else None)
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+@ours_only
+def test_when_wrapping_fails_on_one_rank_the_other_does_not_wait_for_ever(ranks):
+    (waiting, took_s), (refused, _) = ranks(_one_rank_refuses, group_timeout_s=600)
+    assert refused == "BadArgumentError"
+    assert waiting == "PeerFailedError"
+    assert took_s < 5
+
+
+# -- ignored parameters --------------------------------------------------------------------------------------
+
+
+class _TwoParts(nn.Module):
+    def __init__(self, local_size=4):
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.local = nn.Linear(4, local_size)
+        self.register_buffer("local_buffer", torch.zeros(2))
+        self.register_buffer("shared_buffer", torch.zeros(2))
+
+    def forward(self, x):
+        return self.local(self.shared(x).tanh())
+
+
+IGNORED = ["local.weight", "local.bias", "local_buffer"]
+
+
+def _ignored(rank, world_size, sizes):
+    torch.manual_seed(rank)
+    model = _TwoParts(sizes[rank])
+    model.local_buffer.fill_(rank + 1.0)
+    model.shared_buffer.fill_(rank + 1.0)
+    before = model.local.weight.detach().clone()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
+    ddp = DDP(model)
+    assert torch.equal(model.local.weight, before)
+    assert model.local_buffer[0] == rank + 1.0
+    assert model.shared_buffer[0] == 1.0
+    ddp(batch(rank).float()).square().sum().backward()
+    assert model.local_buffer[0] == rank + 1.0
+    assert_in_sync(model.shared)
+    # The ignored gradient is this rank's own.
+    hidden = model.shared(batch(rank).float()).tanh().detach()
+    local = nn.Linear(4, sizes[rank])
+    local.load_state_dict(model.local.state_dict())
+    local(hidden).square().sum().backward()
+    torch.testing.assert_close(model.local.weight.grad, local.weight.grad)
+
+
+def test_ignored_parameters_and_buffers_stay_local(ranks):
+    ranks(_ignored, [4, 4])
+
+
+def test_ignored_parameters_may_differ_in_shape(ranks):
+    ranks(_ignored, [4, 3])
+
+
+def _ignored_by_submodule(rank, world_size):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    ddp = DDP(model)
+    ddp(batch(rank).float()).sum().backward()
+    gathered = [torch.empty(2, 4) for _ in range(world_size)]
+    dist.all_gather(gathered, model[1].weight.detach().clone())
+    assert not torch.equal(*gathered)
+
+
+def test_one_ignored_parameter(ranks):
+    ranks(_ignored_by_submodule)
+
+
+# -- lazy parameters -----------------------------------------------------------------------------------------
+
+
+def _lazy(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(2))
+    with pytest.raises(RuntimeError, match=r"(?i)uninitialized|uninitialised|lazy") as caught:
+        DDP(model)
+    assert "dry run" in str(caught.value).lower() or "forward" in str(caught.value).lower(), "says what to do"
+    model(torch.zeros(1, 4))
+    ddp = DDP(model)
+    ddp(batch(rank).float()).sum().backward()
+    assert_in_sync(model)
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lazy_parameters_are_refused_with_the_remedy(ranks, world_size):
+    ranks(_lazy, world_size=world_size, allow_warnings=(("Lazy modules", UserWarning),))
+
+
+# -- several wrappers ----------------------------------------------------------------------------------------
+
+
+def _several(rank, world_size):
+    """Two wrappers in one process, trained in turn and together, do not disturb each other."""
+    torch.manual_seed(rank)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    a, b = DDP(first), DDP(second)
+    for i in range(3):
+        x = batch(rank, i).float()
+        b(a(x)).square().sum().backward()
+        assert_in_sync(first)
+        assert_in_sync(second)
+        a.zero_grad()
+        a(x).sum().backward()
+        b(x).sum().backward()
+        assert_in_sync(first)
+        assert_in_sync(second)
+        a.zero_grad()
+        b.zero_grad()
+
+
+def test_two_wrappers_in_one_process(ranks):
+    ranks(_several)
+
+
+def _nested(rank, world_size):
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def wrap(model):
+        model[0] = DDP(model[0])
+        DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.module.weight", "0.module.bias"])
+        return DDP(model)
+
+    torch.manual_seed(0)
+    model = make()
+    ddp = wrap(model)
+    for i in range(2):
+        ddp(batch(rank, i).float()).square().sum().backward()
+        assert_in_sync(model)
+        ddp.zero_grad()
+
+
+def test_a_wrapper_inside_a_wrapper(ranks):
+    ranks(_nested)
+
+
+def _wrapped_twice_in_turn(rank, world_size):
+    """A module wrapped again after its first wrapper is gone works as if new."""
+    for _ in range(2):
+        compare_with_reference(
+            rank, world_size, lambda: nn.Linear(4, 2), lambda m, r, i: m(batch(r, i)).square().sum().backward()
+        )
+    torch.set_default_dtype(torch.float32)
+    model = nn.Linear(4, 2)
+    for i in range(3):
+        ddp = DDP(model)
+        ddp(batch(rank, i).float()).sum().backward()
+        want = torch.cat([batch(r, i).float() for r in range(world_size)]).sum(0) / world_size
+        torch.testing.assert_close(model.weight.grad, want.expand(2, 4))
+        model.zero_grad()
+        del ddp
+
+
+def test_the_same_module_wrapped_again(ranks):
+    ranks(_wrapped_twice_in_turn)
