@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -82,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     out: Path = chosen.out or (RESULTS if whole and len(modes) == len(MODES) else PARTIAL)
     results = Results(about=_about(settings))
     start = time.monotonic()
+    # A time-out's SIGTERM must end the ranks as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress(
             TextColumn("{task.description}"),

@@ -8,6 +8,10 @@ bookkeeping, which is bytes). The peak also holds activations; they are the same
 
     gradient bytes at peak = gradient bytes of the model + (peak of the mode - peak of the local mode)
 
+A block that another thread happens to release (a gloo thread that held the last reference to an old bucket)
+still counts as alive: seen as 135 MB by the events where the process had grown by 70. That can only add, and
+only sometimes, so the least of all trials and ranks, which are alike, is the figure.
+
 Memory that other threads or other allocators take (a transport's buffers, a mapped segment) is not in these
 events. The growth of the process's resident-set high-water mark is measured in runs of their own as a check: it
 sees everything, but is coarse.

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .models import CASES
 from .modes import MODES
-from .stats import Check, Ratio, Row, Series, rows
+from .stats import Check, Row, Series, rows
 from .suites import SUITES
 
 SCALES = {"s": (1e3, "ms"), "bytes": (1e-6, "MB")}
@@ -78,7 +78,7 @@ def print_tables(results: Results, console: Console) -> None:
                 MODES[row.mode].title,
                 f"{row.median * scale:.4g} {unit}",
                 f"{low} .. {high}",
-                _ratio(row.to_torch) + (" *" if row.mode == row.baseline else "  "),
+                _ratio(row) + (" *" if row.mode == row.baseline else "  "),
                 "" if row.to_local is None else f"{row.to_local.value:.2f}",
                 goal,
                 style=VERDICT_STYLES[row.verdict],
@@ -97,8 +97,12 @@ def print_tables(results: Results, console: Console) -> None:
         )
 
 
-def _ratio(ratio: Ratio | None) -> str:
-    return "" if ratio is None else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+def _ratio(row: Row) -> str:
+    ratio = row.to_torch
+    if ratio is None:
+        return ""
+    # A single figure has no interval.
+    return f"{ratio.value:.3f}" + (f" [{ratio.low:.3f}, {ratio.high:.3f}]" if row.samples > 1 else "")
 
 
 def save_picture(results: Results, path: Path) -> None:

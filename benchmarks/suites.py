@@ -239,10 +239,8 @@ def _memory(bench: Bench, case: Case) -> Iterator[Result]:
     metrics = ("gradients at peak", "gradients + buckets", "after zero_grad", "resident growth")
     sizes = {name: bench.gather(values, len(metrics)) for name, values in samples.items()}
     for column, metric in enumerate(metrics):
-        values = {
-            name: [max(row[column] for row in ranks) for ranks in zip(*of_rank, strict=True)]
-            for name, of_rank in sizes.items()
-        }
+        # The least of all trials and ranks: see [Note: what is counted].
+        values = {name: [min(row[column] for rows in of_rank for row in rows)] for name, of_rank in sizes.items()}
         if min(map(min, values.values())) >= 0:
             # The first two are what a user feels; the others help to explain them.
             asked = column < 2

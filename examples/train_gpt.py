@@ -188,7 +188,8 @@ class Display:
         self.task = self.bar.add_task("", total=config.steps, note="")
 
     def start(self, first: int) -> None:
-        """Keep of the log what the checkpoint knows of."""
+        """Begin after step ``first``: keep of the log what the checkpoint knows of."""
+        self.bar.update(self.task, completed=first)
         path = self.flags.out / "log.jsonl"
         if self.world.rank == 0:
             kept = path.read_text().splitlines(keepends=True)[:first] if path.exists() else []

@@ -135,14 +135,16 @@ def test_bf16_keeps_the_range_of_float32(ranks):
 
 
 def _near_the_end_of_fp16(rank: int, world_size: int) -> list[float]:
-    bucket = HandMadeBucket(0, [nn.Parameter(torch.zeros(3))], torch.tensor([60000.0, 90000.0, 2e5]), last=True)
+    gradients = torch.tensor([60000.0, 90000.0, 100352.0 if rank == 0 else 0.0])
+    bucket = HandMadeBucket(0, [nn.Parameter(torch.zeros(3))], gradients, last=True)
     return paceline.hooks.fp16_compress(None, bucket).wait().tolist()
 
 
 def test_fp16_divides_before_it_casts(ranks):
-    first, second, third = ranks(_near_the_end_of_fp16)[0]
-    assert first == 60000  # the sum alone would be too large
-    assert second == third == float("inf")  # the average is: never a wrong finite number
+    large, too_large, uneven = ranks(_near_the_end_of_fp16)[0]
+    assert large == 60000  # the sum alone would not fit
+    assert uneven == 50176  # nor would what one rank holds
+    assert too_large == float("inf")  # the average does not: never a wrong finite number
 
 
 def test_wrapper_halves_what_the_hook_sees_and_restores_the_bucket():

@@ -32,8 +32,9 @@ def report(what):
 
 LAUNCHER = """
 import sys
-from paceline.launch import launch
-sys.exit(launch([sys.executable, *sys.argv[1:]], nproc=2))
+from paceline import launch
+launch._STARTING_S = float(sys.argv[1])
+sys.exit(launch.launch([sys.executable, *sys.argv[2:]], nproc=2))
 """
 
 
@@ -55,9 +56,9 @@ def pipe(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def launcher(script: str, pipe: Path) -> Iterator[tuple[subprocess.Popen[str], TextIO]]:
+def launcher(script: str, pipe: Path, *, starting_s: float = 0.0) -> Iterator[tuple[subprocess.Popen[str], TextIO]]:
     """A launcher of two ranks in a process of its own, and what its ranks report."""
-    command = [sys.executable, "-c", LAUNCHER, script, str(pipe)]
+    command = [sys.executable, "-c", LAUNCHER, str(starting_s), script, str(pipe)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             with pipe.open() as reports:
@@ -222,6 +223,36 @@ while True:
         assert reports.read() == ""
         process.communicate(timeout=60)
     assert process.returncode == 130
+    assert all(map(gone, pids))
+
+
+def test_ranks_that_are_just_starting_are_ended_without_a_traceback(script: Any, pipe: Path) -> None:
+    with launcher(script("report('ready')\nsignal.pause()"), pipe, starting_s=1e9) as (process, reports):
+        pids = read_pids(reports, "ready")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, err) == ("", "paceline: SIGINT received; all ranks have ended\n")
+    assert all(map(gone, pids))
+
+
+def test_ranks_do_not_wait_out_their_grace_for_one_that_died_of_the_signal(script: Any, pipe: Path) -> None:
+    body = """
+if RANK == 0:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+else:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+report("ready")
+while True:
+    signal.pause()
+"""
+    with launcher(script(body), pipe) as (process, reports):
+        pids = read_pids(reports, "ready")
+        process.send_signal(signal.SIGINT)
+        # Less than the 30 s that rank 0 would have if rank 1 had ended in order.
+        _, err = process.communicate(timeout=25)
+    assert process.returncode == 130
+    assert err == "paceline: SIGINT received; all ranks have ended\n"
     assert all(map(gone, pids))
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 # torch.autograd has no public "call me when this backward is over"; FSDP2 and others use this one too.
-_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_engine = torch.autograd.Variable._execution_engine
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -51,12 +51,12 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def storage_users(tensor: Tensor) -> int:
     """How many tensors (and storages) share this tensor's memory. No public equivalent."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def group_store(group: ProcessGroup) -> Store:
     """The key-value store the group was made with: our control channel must not open a port of its own."""
-    return cast(Store, c10d._get_process_group_store(group))
+    return c10d._get_process_group_store(group)
 
 
 def default_group() -> ProcessGroup:

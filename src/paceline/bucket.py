@@ -10,6 +10,7 @@ tensor of its own, and is sent in a second round (see [Note: late gradients] in 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -118,7 +119,9 @@ class Bucket:
         self.flat: Tensor | None = None
         self.payload: Tensor | None = None
         self.tail: Tensor | None = None
+        self._views: list[Tensor | None] = []
         self._users_at_rest = 0
+        self._refs_at_rest: list[int] = []
         self._runs: list[Tensor] = []
         self.left = 0
         self.launched = False
@@ -137,16 +140,25 @@ class Bucket:
         for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
             slot.view = _alias(self.flat, offset, slot.param)
         self._runs = self._deferred_runs()
+        self._views = [slot.view for slot in self.slots]
         self._users_at_rest = _torch.storage_users(self.flat)
+        self._refs_at_rest = list(map(sys.getrefcount, self._views))
 
     def is_kept_by_somebody(self) -> bool:
-        """Whether tensors that are not ours share the storage: a gradient that the user kept."""
-        return self.flat is not None and _torch.storage_users(self.flat) != self._users_at_rest
+        """Whether the user kept a gradient: the very tensor, or another one on the same storage."""
+        return self.flat is not None and (
+            _torch.storage_users(self.flat) != self._users_at_rest
+            or list(map(sys.getrefcount, self._views)) != self._refs_at_rest
+        )
+
+    def is_let_go(self) -> bool:
+        """Whether no parameter has its gradient in this storage."""
+        return all(slot.param.grad is not slot.view for slot in self.slots)
 
     def release(self) -> None:
         """Let go of the storage; whoever holds a gradient on it keeps it alive."""
         self.flat = self.payload = self.tail = None
-        self._runs = []
+        self._runs, self._views = [], []
         for slot in self.slots:
             slot.view = None
 
@@ -229,7 +241,7 @@ class GradBucket:
         flat = bucket.payload if buffer is None else buffer
         assert flat is not None
         # A tensor object of its own: hooks may resize what they are given, and ours must not change.
-        self._buffer = flat.view(-1)
+        self._buffer = flat if flat.is_sparse else flat.view(-1)
 
     def index(self) -> int:
         """The bucket's place in launch order."""

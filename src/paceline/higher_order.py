@@ -23,7 +23,7 @@ class AverageAcrossRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return AverageAcrossRanks.apply(grad, ctx.scale, ctx.reduce), None, None
 
 

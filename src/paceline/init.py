@@ -127,7 +127,7 @@ def init(
         torch.accelerator.set_device_index(chosen.index)
     if launch is None:
         # An in-process store: a single rank has nobody to meet, so it needs no port and no file.
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch's stubs forget it
+        store = dist.HashStore()  # public, but torch's stubs forget it
         dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=limit)
     else:
         _end_with_launcher(os.environ)

@@ -37,6 +37,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ranks that lost a peer raise within seconds and say why; only then is it time to end them.
 _SETTLE_S = 5.0
 _TERMINATE_S = 5.0
+# A Python that is still starting answers SIGINT with a traceback or loses it, and has nothing to save yet.
+_STARTING_S = 1.0
 _USAGE = 2  # the exit code of argparse and of most commands for a wrong flag
 _TAIL_LINES = 40
 _TAIL_BYTES = 64 * 1024
@@ -72,7 +74,8 @@ def launch(
         threads: what ``OMP_NUM_THREADS`` is set to for each rank, unless it is set already.
         environ: the variables to start from; this process's by default.
         grace_s: how long ranks may take to end themselves after a forwarded signal, before they are
-            terminated and then killed. A second Ctrl-C kills them at once.
+            terminated and then killed; some seconds only once a rank has ended without handling it.
+            A second Ctrl-C kills them at once.
 
     Example::
 
@@ -133,7 +136,7 @@ def _serve(listener: socket.socket) -> object:
     import torch.distributed as dist  # here: the ranks should not wait for this import
 
     port = listener.getsockname()[1]
-    return dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs forget it
+    return dist.TCPStore(  # public, but torch's stubs forget it
         _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
@@ -147,6 +150,8 @@ class _Supervisor:
     """Ranks that failed of themselves, in the order in which they ended."""
     received: int | None = None
     """The first signal that was forwarded."""
+    started_s: float = 0.0
+    """When the last rank was started."""
     # SimpleQueue because its put() may be called from a signal handler.
     events: queue.SimpleQueue[_Exited | _Signalled] = field(default_factory=queue.SimpleQueue)
 
@@ -163,6 +168,7 @@ class _Supervisor:
                 start_new_session=True,
             )
         self.processes.append(process)
+        self.started_s = time.monotonic()
 
         def watch() -> None:
             self.events.put(_Exited(rank, process.wait()))
@@ -206,14 +212,21 @@ class _Supervisor:
                 continue
             if isinstance(event, _Exited):
                 running.discard(event.rank)
-                if not terminated and not self._expected(event.code):
+                if terminated or self._graceful(event.code):
+                    continue
+                if event.code != -(self.received or 0):
                     self.failures.append(event)
-                    if self.received is None and deadline_s is None:
-                        deadline_s = time.monotonic() + _SETTLE_S
+                # The others may be waiting for this one, and would wait until the end of their grace.
+                settled_s = time.monotonic() + _SETTLE_S
+                deadline_s = settled_s if deadline_s is None else min(deadline_s, settled_s)
             elif self.received is None:
                 self.received = event.signum
-                self._send(event.signum)
                 deadline_s = time.monotonic() + self.grace_s
+                if time.monotonic() - self.started_s < _STARTING_S:
+                    terminated = True
+                    self._send(signal.SIGTERM)
+                else:
+                    self._send(event.signum)
             else:
                 terminated = True
                 self.kill()
@@ -221,10 +234,8 @@ class _Supervisor:
             return 128 + self.received
         return _shell_code(self.failures[0].code) if self.failures else 0
 
-    def _expected(self, code: int) -> bool:
-        if self.received is None:
-            return code == 0
-        return code in (0, -self.received, 128 + self.received)
+    def _graceful(self, code: int) -> bool:
+        return code == 0 or (self.received is not None and code == 128 + self.received)
 
     def _send(self, signum: int) -> None:
         for process in self.processes:
@@ -248,6 +259,8 @@ class _Supervisor:
         if all(failure.code == _USAGE for failure in self.failures) and not any(outputs):
             return  # a wrong flag: every rank refused it, and rank 0 has said so
         for failure, output in zip(self.failures, outputs, strict=True):
+            if self.received == signal.SIGINT and output[-1:] == ["KeyboardInterrupt"]:
+                continue  # what Python says to a Ctrl-C that nobody handles
             print(f"paceline: rank {failure.rank} {_describe(failure.code)}", file=sys.stderr)
             for line in output:
                 print(f"  [rank {failure.rank}] {line}", file=sys.stderr)

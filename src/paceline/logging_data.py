@@ -96,7 +96,9 @@ def _runtime(ddp: DistributedDataParallel) -> dict[str, Any]:
     if reducer.has_rebuilt:
         buckets = reducer.plan.buckets
         data["rebuilt_bucket_sizes"] = ", ".join(str(b.size_bytes) for b in buckets)
-        data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(str(reducer.place_of(i)) for i in b.params) for b in buckets)
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(str(reducer.place_of(i)) for i in b.params) for b in buckets
+        )
     if ddp._ran_in_join:
         data["join_uneven_inputs"] = True
     return data

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.profiler import record_function
@@ -18,19 +19,17 @@ from torch.profiler import record_function
 from paceline import _torch, hooks
 from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
 from paceline.compat import TorchNames, TorchReducer
-from paceline.control import Channel
+from paceline.control import OPTION, Channel
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.exchange import hook_name
 from paceline.join import SILENCE, Word, exchange_word, highest_rank, hook_from_arguments
 from paceline.options import BROADCAST_CHUNK_BYTES, BufferPolicy, Caps, Delay, Placement, choose_group
-from paceline.outputs import find_tensors, tie_to_graph, unreachable_params
-from paceline.plan import BucketPlan
+from paceline.outputs import find_tensors, first_param_node, tie_to_graph, unreachable_params
+from paceline.plan import MB, BucketPlan
 from paceline.precision import Swap
 from paceline.reducer import Phase, Reducer, ReducerOptions
-from paceline.roster import Roster, ignored_names
+from paceline.roster import SPEC_FIELDS, Roster, ignored_names
 from paceline.telemetry import now_ns
-
-SPEC_FIELDS = ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed"]
 
 # Several wrappers may share parameters (one module wrapped anew, a wrapper inside a wrapper).
 _live_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -77,7 +76,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         if not isinstance(module, nn.Module):
-            raise BadTypeError(f"DistributedDataParallel wraps an nn.Module, not a {type(module).__name__}.")
+            raise BadTypeError(f"DistributedDataParallel wraps an nn.Module, not {repr(module)[:80]}.")
         self.process_group = choose_group(process_group, device_mesh)
         channel = Channel(self.process_group)
         try:
@@ -187,10 +186,22 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         # Made on first use: a tensor kept for every wrapper would be one too many for most.
         self._anchor: Tensor | None = None
         if verify:
-            plan = self._reducer.plan
-            channel.agree("parameters", plan.fingerprint, lambda: [s.row() for s in plan.specs], SPEC_FIELDS)
+            channel.agree("parameters or options", self._option_rows() + roster.rows(), SPEC_FIELDS)
         self._take_over()
         _live_reducers.add(self._reducer)
+
+    def _option_rows(self) -> list[list[Any]]:
+        """The options that change what is communicated, for ranks to compare."""
+        options = {
+            "bucket_cap_mb": [cap / MB for cap in self.caps.caps_bytes],
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "broadcast_buffers": self.buffer_policy.at_start,
+            "buffers": [[name, list(b.shape), str(b.dtype)] for name, b in self._buffer_sync.named().items()],
+        }
+        return [[OPTION + name, value] for name, value in options.items()]
 
     def _broadcast_state(self) -> None:
         """Give all ranks the parameters (frozen ones too) and buffers of rank 0."""
@@ -220,7 +231,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     # -- forward -------------------------------------------------------------------------------------
 
     # The compiler enters the module, not this bookkeeping around it.
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with record_function("DistributedDataParallel.forward"):
             try:
@@ -276,20 +287,19 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not torch.is_grad_enabled() or not reducer.active:
             return output
         tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
-        if not tensors and self.module.training and self.require_backward_grad_sync:
-            output = tie_to_graph(output, self._anchor_tensor())
+        probe = first_param_node(tensors, reducer.param_ids)
+        if probe is None and self.module.training and self.require_backward_grad_sync:
+            # No parameter in sight: unused on this rank, or hidden in a reentrant checkpoint.
+            anchor = self._anchor_tensor()
+            output = tie_to_graph(output, anchor)
+            probe = _torch.accumulate_grad_node(anchor)
             tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         reducer.forwards_pending = reducer.forwards_pending or bool(tensors)
-        ref = weakref.ref(reducer)
-
-        def noticed(grads: Any) -> None:
-            alive = ref()
-            if alive is not None:
-                alive.output_needed()
-
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(noticed)
+        if probe is not None:
+            notice = _backward_notice(weakref.ref(reducer), probe)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(notice)
         if self.find_unused_parameters and not self.static_graph and self.require_backward_grad_sync:
             with record_function("search_unused_parameters"):
                 reducer.expect_unused(unreachable_params(tensors, reducer.roster.params))
@@ -396,7 +406,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._reducer.phase is Phase.BACKWARD:
             raise StateError("A comm hook cannot be registered while a backward is running.")
         self._hook_names.append(hook_name(hook))
-        run = getattr(hooks, "resolve", lambda h: h)(hook)
+        run = hooks.resolve(hook)
         self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run))
 
     def remove_comm_hook(self) -> None:
@@ -449,9 +459,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         futures = hook.hook(hook.state, self._buffer_sync.named())
         if futures is not None:
             channel = self._reducer.channel
-            self._reducer.on_finish.append(
-                lambda: [channel.wait_future(future, "a buffer hook") for future in futures] and None
-            )
+
+            def wait() -> None:
+                for future in futures:
+                    channel.wait_future(future, "a buffer hook")
+
+            self._reducer.on_finish.append(wait)
 
     # -- uneven inputs -------------------------------------------------------------------------------
 
@@ -560,6 +573,17 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._sample_rate = rate
         if mixed_precision is not None:
             self.set_mixed_precision(mixed_precision)
+
+
+def _backward_notice(ref: weakref.ref[Reducer], probe: Node) -> Callable[[Any], None]:
+    """A hook for an output's node: a backward that would reach ``probe`` has begun."""
+
+    def noticed(grads: Any) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.output_needed(probe)
+
+    return noticed
 
 
 DDP = DistributedDataParallel

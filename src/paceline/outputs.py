@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -70,15 +70,35 @@ def unreachable_params(outputs: list[Tensor], params: list[Tensor]) -> frozenset
     return frozenset(missing)
 
 
+def first_param_node(outputs: list[Tensor], param_ids: Container[int]) -> Node | None:
+    """The node of some parameter that the autograd graph of ``outputs`` leads to; None if there is none.
+
+    Stops at the first one, which in most models is a step or two away.
+    """
+    seen: set[Node] = set()
+    stack: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in param_ids:
+            return node
+        stack.extend(child for child, _ in node.next_functions if child is not None)
+    return None
+
+
 class _Anchor(torch.autograd.Function):
     """Ties a tensor to a leaf, so that a backward through it is noticed although no parameter was used."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+        # Not a view: users change outputs in place, which autograd forbids for views made in a function.
+        return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

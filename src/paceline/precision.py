@@ -42,7 +42,7 @@ class Swap:
         self._root = module
         self._ignored = {id(param) for name, param in module.named_parameters() if name in ignored}
         self._depth = 0
-        self._replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._replaced: list[tuple[dict[str, Any], str, Tensor]] = []
         self._handles: list[RemovableHandle] = []
         if config.buffer_dtype is not None:
             self._cast_buffers(config.buffer_dtype, ignored)
@@ -69,20 +69,20 @@ class Swap:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for holder, key, param in self._replaced:
-                holder[key] = param
+            for place, key, param in self._replaced:
+                place[key] = param
             self._replaced.clear()
 
     def _replace(self, module: nn.Module) -> None:
         assert self._dtype is not None
         casts: dict[int, Tensor] = {}
         for owner in module.modules():
-            holder = owner._parameters
+            holder: dict[str, Any] = owner._parameters
             for key, param in holder.items():
                 if param is None or id(param) in self._ignored or not param.is_floating_point():
                     continue
                 if id(param) not in casts:
                     casts[id(param)] = param.to(self._dtype)
                 self._replaced.append((holder, key, param))
-        for holder, key, param in self._replaced:
-            holder[key] = casts[id(param)]  # type: ignore[assignment]
+        for place, key, param in self._replaced:
+            place[key] = casts[id(param)]

@@ -16,12 +16,13 @@ from __future__ import annotations
 import enum
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from paceline import _torch, exchange
@@ -31,7 +32,7 @@ from paceline.errors import ContractError, DisagreementError, StateError
 from paceline.higher_order import average_with_graph, blocking_sum
 from paceline.messages import graph_changed_message
 from paceline.plan import BucketPlan, make_plan
-from paceline.roster import Roster
+from paceline.roster import SPEC_FIELDS, Roster
 from paceline.status import CARRIERS, Status
 from paceline.telemetry import Telemetry, now_ns
 
@@ -166,6 +167,10 @@ class Reducer:
         self._n_in_backward = 0
 
     @property
+    def param_ids(self) -> Container[int]:
+        return self._slots_by_id.keys()
+
+    @property
     def active(self) -> bool:
         """Whether there is anything to do at all: one rank alone needs no buckets."""
         return self.channel.size > 1 or self._needed_alone
@@ -238,12 +243,13 @@ class Reducer:
 
     # -- a backward begins ---------------------------------------------------------------------------
 
-    def output_needed(self) -> None:
-        """An output of forward takes part in a backward: it counts even if it uses no parameter."""
-        if self.phase is not Phase.BACKWARD and self._slots and self.active:
-            first = next((slot for slot in self._slots if slot.owned), None)
-            if first is not None and _torch.will_execute(_torch.accumulate_grad_node(first.param)):
-                self.start_backward(through_forward=True)
+    def output_needed(self, probe: Node) -> None:
+        """An output of forward takes part in a backward: it counts even if it uses no parameter.
+
+        ``probe`` is a leaf of that output: ``autograd.grad`` does not reach it, and is none of our business.
+        """
+        if self.phase is not Phase.BACKWARD and self.active and _torch.will_execute(probe):
+            self.start_backward(through_forward=True)
 
     def expect_unused(self, unused: frozenset[int]) -> None:
         """These parameters (by index) cannot be reached from forward's output (``find_unused_parameters``)."""
@@ -323,11 +329,9 @@ class Reducer:
         for bucket in self._buckets:
             if bucket.spec.sparse:
                 continue
-            if bucket.flat is not None and not self.options.stable_storage and bucket.is_kept_by_somebody():
-                # Somebody kept the gradients of an earlier step. They belong to him if the parameters have
-                # let go of them.
-                if all(slot.param.grad is not slot.view for slot in bucket.slots):
-                    bucket.release()
+            # A gradient of an earlier step that somebody kept is his, once the parameters have let go of it.
+            if not self.options.stable_storage and bucket.is_kept_by_somebody() and bucket.is_let_go():
+                bucket.release()
             if bucket.flat is None:
                 # Room for the status even while a hook keeps it from riding there: hooks come and go.
                 bucket.allocate(self._allocator, tail_numel=self._status_numel if bucket is last else 0)
@@ -338,12 +342,7 @@ class Reducer:
         reason = self.roster.difference(newer)
         self.channel.announce_replan(reason)
         self.adopt(newer)
-        self.channel.agree(
-            "parameters after a change",
-            self.plan.fingerprint,
-            lambda: [spec.row() for spec in newer.specs],
-            ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed"],
-        )
+        self.channel.agree("parameters after a change", newer.rows(), SPEC_FIELDS)
         if not self._slots:
             raise StateError(f"No trainable parameter is left ({reason}); there is nothing to synchronise.")
 
@@ -406,7 +405,8 @@ class Reducer:
             return
         with torch.no_grad():
             bucket.gather(step.scale)
-        assert bucket.payload is not None and bucket.flat is not None
+        assert bucket.payload is not None
+        assert bucket.flat is not None
         if bucket.tail is not None and self._can_carry(bucket):
             self._local_status().write(bucket.tail)
             finish = self._start(bucket, bucket.flat)
@@ -524,6 +524,12 @@ class Reducer:
                     "process group and wrapper."
                 )
             self.phase = Phase.IDLE
+        if self.channel.given_up():
+            self.phase = Phase.BROKEN
+            raise StateError(
+                f"An earlier step raised on this rank ({self.channel.rank}) and the other ranks have given up because "
+                "of it. Start the job again, or build a new process group and wrapper."
+            )
         self.channel.retract()
 
     def _settle(self) -> None:
@@ -533,10 +539,11 @@ class Reducer:
         views, grads, owners = [], [], []
         for slot in self._slots:
             grad, view = slot.param.grad, slot.view
-            if slot.fires and slot.deferred and view is not None and grad is not None and grad is not view:
-                views.append(view)
-                grads.append(grad if grad.layout is torch.strided else grad.to_dense())
-                owners.append(slot.param)
+            if not (slot.fires and slot.deferred) or view is None or grad is None or grad is view or view.is_sparse:
+                continue
+            views.append(view)
+            grads.append(grad if grad.layout is torch.strided else grad.to_dense())
+            owners.append(slot.param)
         if views:
             with torch.no_grad():
                 _torch.copy_each(views, grads)
@@ -856,4 +863,3 @@ def _remove_all(handles: dict[int, RemovableHandle]) -> None:
 def _stride_of(slot: Slot) -> tuple[int, ...]:
     assert slot.view is not None
     return slot.view.stride()
-

@@ -7,6 +7,7 @@ replacing a parameter, or assigning a new tensor to a buffer, are things people 
 from __future__ import annotations
 
 from operator import attrgetter, getitem, is_
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -16,7 +17,8 @@ from paceline.plan import ParameterSpec
 
 # The attribute that torch's `_set_params_and_buffers_to_ignore_for_model` leaves on a module.
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
-_requires_grad = attrgetter("requires_grad")
+_facts = attrgetter("requires_grad", "dtype")
+SPEC_FIELDS = ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed"]
 
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
@@ -36,12 +38,12 @@ class Roster:
         self.params: list[Tensor] = []
         self.specs: list[ParameterSpec] = []
         seen: set[Tensor] = set()
-        holders: list[dict[str, Tensor | None]] = []
-        children: list[dict[str, nn.Module | None]] = []
-        places: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        # Where each parameter and submodule hangs: (dictionary, key, what is there).
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        self._sized: list[dict[str, Any]] = []
         for prefix, owner in module.named_modules():
-            holders.append(owner._parameters)
-            children.append(owner._modules)
+            self._sized += [owner._parameters, owner._modules]
+            places += [(owner._modules, key, child) for key, child in owner._modules.items()]
             for key, param in owner._parameters.items():
                 places.append((owner._parameters, key, param))
                 name = f"{prefix}.{key}" if prefix else key
@@ -50,12 +52,11 @@ class Roster:
                 seen.add(param)
                 self.params.append(param)
                 self.specs.append(self._spec(name, param, makes_sparse_gradients(owner), name in delayed))
-        self.sized: list[dict[str, Tensor | None] | dict[str, nn.Module | None]] = [*holders, *children]
-        self._sizes = list(map(len, self.sized))
+        self._sizes = list(map(len, self._sized))
         self._dicts = [place[0] for place in places]
         self._keys = [place[1] for place in places]
         self._held = [place[2] for place in places]
-        self._trainable = [spec.requires_grad for spec in self.specs]
+        self._facts = list(map(_facts, self.params))
 
     def training(self) -> bool:
         return self._module.training
@@ -82,17 +83,21 @@ class Roster:
         )
 
     def changed(self) -> bool:
-        """Whether parameters were added, removed, replaced, frozen or unfrozen since this roster was made."""
+        """Whether parameters were added, removed, replaced, frozen, unfrozen or cast since this roster was made."""
         # A C-speed sweep: this runs in every backward.
         try:
             same = (
-                list(map(len, self.sized)) == self._sizes
+                list(map(len, self._sized)) == self._sizes
                 and all(map(is_, map(getitem, self._dicts, self._keys), self._held))
-                and list(map(_requires_grad, self.params)) == self._trainable
+                and list(map(_facts, self.params)) == self._facts
             )
         except KeyError:
             return True
         return not same
+
+    def rows(self) -> list[list[Any]]:
+        """What ranks compare: a row a parameter, fields as in ``SPEC_FIELDS``."""
+        return [spec.row() for spec in self.specs]
 
     def difference(self, newer: Roster) -> str:
         """In words, what makes ``newer`` differ from this one."""
@@ -106,4 +111,6 @@ class Roster:
                 told.append(f"{name!r} was {'unfrozen' if new_spec.requires_grad else 'frozen'}")
             elif param is not new_param:
                 told.append(f"{name!r} was replaced")
+            elif spec.dtype != new_spec.dtype:
+                told.append(f"{name!r} was cast to {new_spec.dtype}")
         return "; ".join(sorted(told)) or "nothing that matters"

@@ -111,7 +111,8 @@ def _nested(rank, world_size, use_reentrant):
 @ours_only
 @REENTRANT
 def test_checkpoint_inside_a_checkpoint(ranks, use_reentrant):
-    ranks(_nested, use_reentrant)
+    # What torch says of the inner checkpoint while the outer one runs without grad.
+    ranks(_nested, use_reentrant, allow_warnings=(("None of the inputs have requires_grad", UserWarning),))
 
 
 class _WholeModel(nn.Module):

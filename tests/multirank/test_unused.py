@@ -221,7 +221,7 @@ def test_static_graph_broken_by_a_parameter_that_drops_out(ranks):
         assert step == 2, "in that iteration, not later"
         assert kind == ContractError.__name__
         assert "experts.1.weight" in text
-        assert "rank 1" in text
+        assert "rank 1" in text.lower()
         assert "static_graph" in text
 
 
@@ -231,7 +231,7 @@ def test_static_graph_broken_by_a_parameter_that_joins(ranks):
     for step, kind, text in ranks(_break_static_graph, table):
         assert (step, kind) == (2, ContractError.__name__)
         assert "experts.2.weight" in text
-        assert "rank 1" in text
+        assert "rank 1" in text.lower()
 
 
 def _break_skip(rank, world_size):
@@ -252,7 +252,7 @@ def test_skip_all_reduce_unused_params_broken_by_one_rank(ranks):
     for step, kind, text in ranks(_break_skip):
         assert (step, kind) == (2, ContractError.__name__)
         assert "experts.1.weight" in text
-        assert "rank 1" in text
+        assert "rank 1" in text.lower()
 
 
 def _usable_afterwards(rank, world_size):

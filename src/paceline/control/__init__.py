@@ -1,5 +1,5 @@
 """The control channel: what ranks tell each other besides gradients. Over the store, no pickle."""
 
-from paceline.control.channel import Channel, Failure
+from paceline.control.channel import OPTION, Channel, Failure
 
-__all__ = ["Channel", "Failure"]
+__all__ = ["OPTION", "Channel", "Failure"]

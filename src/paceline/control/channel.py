@@ -6,6 +6,7 @@ store is asked only after a wait has lasted longer than ``PATIENCE_S``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ PATIENCE_S = 0.25
 # A rank that raised may catch its own exception and try again; it gets this long to take the news back.
 GRACE_S = 1.0
 MESSAGE_LIMIT = 2000
-_instances: dict[str, int] = {}
+# Rows that begin so compare an option of the wrapper instead of a parameter.
+OPTION = "option "
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class Channel:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        name = group.group_name
-        number = _instances[name] = _instances.get(name, -1) + 1
-        # One connection for all channels of the group would do, but the prefix keeps their keys apart.
-        self._store = dist.PrefixStore(f"paceline/{number}", _torch.group_store(group))
+        store = dist.PrefixStore("paceline", _torch.group_store(group))
+        # The count of this rank's channels is kept in the store: it begins and ends with the group.
+        number = store.add(f"channels/{self.rank}", 1)
+        self._store = dist.PrefixStore(str(number), store)
         self._timeout_s = _torch.group_timeout_s(group)
         self._agreements = 0
         self._reported = False
@@ -72,14 +74,16 @@ class Channel:
 
     # -- agreement -----------------------------------------------------------------------------------
 
-    def agree(self, what: str, digest: str, details: Callable[[], list[list[Any]]], names: list[str]) -> None:
-        """Return once all ranks have brought the same ``digest``; raise the same error on all if not.
+    def agree(self, what: str, rows: list[list[Any]], names: list[str]) -> None:
+        """Return once all ranks have brought the same ``rows``; raise the same error on all if they differ.
 
-        ``details`` are the rows that make up the digest (first field: a name), fetched only to say where
-        ranks differ; ``names`` says what the other fields of a row are.
+        The first field of a row is a name, and ``names`` says what the fields are. Only a digest travels as
+        long as ranks agree.
         """
         if self.size == 1:
             return
+        text = json.dumps(rows)
+        digest = hashlib.sha256(text.encode()).hexdigest()
         key = f"agree/{self._agreements}"
         self._agreements += 1
         store = self._store
@@ -98,7 +102,7 @@ class Channel:
                 f"{failure}, while this rank ({self.rank}) was comparing its {what} with it.",
                 rank=failure.rank,
             )
-        store.set(f"{key}/details/{self.rank}", json.dumps(details()))
+        store.set(f"{key}/details/{self.rank}", text)
         if self.rank == 0:
             self._collect(f"{key}/details", what)
             rows = [json.loads(store.get(f"{key}/details/{r}")) for r in range(self.size)]
@@ -128,7 +132,7 @@ class Channel:
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                self._store.wait([key], timedelta(seconds=min(5.0, max(self._timeout_s, 0.1))))
+                self._store.wait([key], timedelta(seconds=2 * PATIENCE_S))
                 return self._store.get(key).decode()
             except dist.DistStoreError:
                 self.raise_news(what)
@@ -164,14 +168,24 @@ class Channel:
 
     def news(self) -> Failure | None:
         """Another rank's failure, if there is one."""
-        if not self._store.check(["failure"]):
-            return None
-        failure = Failure.decode(self._store.get("failure"))
-        return None if failure.rank == self.rank else failure
+        for key in ("failure", "given_up"):
+            if self._store.check([key]):
+                failure = Failure.decode(self._store.get(key))
+                return None if failure.rank == self.rank else failure
+        return None
+
+    def _give_up(self, failure: Failure) -> None:
+        """This rank is about to raise because of ``failure``: from here on that cannot be taken back."""
+        self._store.compare_set("given_up", "", failure.encode())
+
+    def given_up(self) -> bool:
+        """Whether some rank has raised because of another's failure."""
+        return self._reported and self._store.check(["given_up"])
 
     def raise_news(self, doing: str) -> None:
         failure = self.news()
         if failure is not None:
+            self._give_up(failure)
             raise PeerFailedError(f"{failure}. This rank ({self.rank}) was waiting in {doing}.", rank=failure.rank)
 
     def _raise_replan(self, doing: str) -> None:
@@ -249,11 +263,34 @@ class Channel:
         except PeerFailedError:
             raise
         except RuntimeError as error:
-            self.raise_news(doing)
+            lost = self._who_is_lost(doing)
+            who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
             raise RankLostError(
-                f"The connection to another rank broke while rank {self.rank} was in {doing}: {error}. "
-                "That rank has probably ended; look at its output first."
+                f"The connection to {who} broke while rank {self.rank} was in {doing}: {_first_sentence(error)}. "
+                "That rank has probably ended; look at its output first.",
+                rank=lost[0] if len(lost) == 1 else None,
             ) from error
+
+    def _who_is_lost(self, doing: str) -> list[int]:
+        """The ranks that do not sign up as survivors; empty if the store is gone too."""
+        try:
+            self.raise_news(doing)
+            self._store.set(f"survivor/{self.rank}", "")
+            self._store.compare_set("given_up", "", Failure(self.rank, doing, "a lost connection", "").encode())
+            deadline = time.monotonic() + GRACE_S
+            others = [r for r in range(self.size) if r != self.rank]
+            while time.monotonic() < deadline and len(others) > 1:
+                others = [r for r in others if not self._store.check([f"survivor/{r}"])]
+                time.sleep(0.05)
+            return others
+        except dist.DistError:
+            return []
+
+
+def _first_sentence(error: Exception) -> str:
+    """A backend's own words without the places in its source and the hints that follow them."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text.rpartition("] ")[2].rstrip(". ")
 
 
 def describe_difference(what: str, rows_of_rank: list[list[list[Any]]], names: list[str]) -> str:
@@ -274,10 +311,13 @@ def describe_difference(what: str, rows_of_rank: list[list[list[Any]]], names: l
 
 def _first_difference(ours: list[list[Any]], theirs: list[list[Any]], rank: int, names: list[str]) -> str:
     for ours_row, theirs_row in zip(ours, theirs, strict=False):
-        for name, a, b in zip(names, ours_row, theirs_row, strict=True):
-            if a != b:
-                label = "" if name == "name" else f"parameter {ours_row[0]!r}: "
-                return f"{label}{name} is {a!r} on rank 0 and {b!r} on rank {rank}"
+        for name, a, b in zip(names, ours_row, theirs_row, strict=False):
+            if a == b:
+                continue
+            if ours_row[0].startswith(OPTION):
+                return f"{ours_row[0]} is {a!r} on rank 0 and {b!r} on rank {rank}"
+            label = "" if name == "name" else f"parameter {ours_row[0]!r}: "
+            return f"{label}{name} is {a!r} on rank 0 and {b!r} on rank {rank}"
     if len(ours) != len(theirs):
         longer, has, lacks = (ours, 0, rank) if len(ours) > len(theirs) else (theirs, rank, 0)
         extra = longer[min(len(ours), len(theirs))][0]

@@ -74,7 +74,7 @@ def rank_main(conn: Connection, store_host: str, store_port: int, log_path: str)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in torch's stubs
+    store = dist.TCPStore(  # public, but not in torch's stubs
         store_host, store_port, is_master=False, wait_for_workers=False
     )
     # The collection after every run should look at that run's objects, not at all of torch.
@@ -108,7 +108,7 @@ def _do(payload: bytes, store: Any) -> Answer:
             if job.backend is not None:
                 dist.init_process_group(
                     job.backend,
-                    store=dist.PrefixStore(job.store_prefix, store),  # type: ignore[attr-defined]
+                    store=dist.PrefixStore(job.store_prefix, store),
                     rank=job.rank,
                     world_size=job.world_size,
                     timeout=timedelta(seconds=job.group_timeout_s),

@@ -147,7 +147,7 @@ class RankPool:
     def _start(self, world_size: int) -> dict[int, _Rank]:
         if self._store is None:
             # Hosted here rather than on a rank: it has to outlive ranks that are killed.
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._store = dist.TCPStore(
                 _LOCALHOST, 0, is_master=True, wait_for_workers=False
             )
         for rank in range(world_size):
