@@ -49,6 +49,16 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies of tensors of one dtype, end to end, in one call; ``torch.cat`` wants each flattened first."""
+    return torch._utils._flatten_dense_tensors(list(tensors))
+
+
+def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The reverse: views of ``flat`` shaped as ``like``."""
+    return torch._utils._unflatten_dense_tensors(flat, list(like))
+
+
 def storage_users(tensor: Tensor) -> int:
     """How many tensors (and storages) share this tensor's memory. No public equivalent."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

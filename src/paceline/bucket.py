@@ -34,6 +34,8 @@ def empty_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one block of memory without holes or overlap, in any order."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1:
@@ -44,57 +46,60 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Slot:
-    """A parameter's place in a bucket, and how far its gradient has come in this step."""
+    """A parameter's place in a bucket, and whether its gradient is there already."""
 
     __slots__ = (
         "base",
+        "bucket",
         "deferred",
-        "expected",
         "filled",
-        "fires",
         "index",
         "late",
-        "left",
         "name",
         "owned",
         "param",
+        "place",
+        "prompt",
         "saved",
         "steps_in_backward",
-        "used",
         "view",
     )
 
-    def __init__(self, index: int, name: str, param: Tensor, *, deferred: bool) -> None:
-        self.index = index
+    def __init__(self, name: str, param: Tensor) -> None:
         self.name = name
         self.param = param
-        # Absorbed when the bucket leaves, together with its neighbours, instead of at once.
-        self.deferred = deferred
-        # Another wrapper of the same parameter may be the one in use: then this one stays out of its way.
+        self.index = self.place = -1
+        """The number among all parameters, and among the trainable ones of the plan."""
+        self.bucket = -1
+        """The number of its bucket; -1 when the plan leaves it out."""
+        self.deferred = False
+        """Absorbed together with others, instead of at once."""
+        self.prompt = True
+        """Looked at as soon as it is ready, not with the next batch."""
         self.owned = True
-        # How often the gradient becomes ready in one backward, as far as has been seen.
-        self.expected = 1
-        self.view: Tensor | None = None
-        # A gradient that must survive unscaled until after the reduction (weighted averaging).
-        self.base: Tensor | None = None
-        self.used = False
+        """Another wrapper of the same parameter may be the one in use: then this one stays out of its way."""
         self.steps_in_backward = False
-        self.reset()
+        """An optimizer waits for the averaged gradient."""
+        self.view: Tensor | None = None
+        self.base: Tensor | None = None
+        """A gradient that must survive unscaled until after the reduction (weighted averaging)."""
+        self.forget()
 
-    def reset(self) -> None:
-        """Ready for the next backward. ``used`` outlives it: it counts until the next synchronisation."""
-        self.fires = 0
-        self.left = self.expected
+    def forget(self) -> None:
+        """Drop what a backward has left."""
         self.filled = False
         self.late: Tensor | None = None
         self.saved: Tensor | None = None
 
-    def absorb(self, scale: float) -> None:
-        """Move what ``param.grad`` holds into the bucket, scaled; ``param.grad`` is None afterwards."""
+    def absorb(self, scale: float) -> bool:
+        """Move what ``param.grad`` holds into the bucket, scaled; ``param.grad`` is None afterwards.
+
+        False if there was nothing: autograd may announce a gradient that is undefined.
+        """
         grad, view = self.param.grad, self.view
-        assert view is not None
         if grad is None:
-            return
+            return False
+        assert view is not None
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if self.filled:
@@ -108,6 +113,52 @@ class Slot:
             torch.mul(grad, scale, out=view)
         self.filled = True
         self.param.grad = None
+        return True
+
+    def hand_out(self, *, used: bool) -> None:
+        """Give ``param.grad`` back: the reduced one if any rank used the parameter, else what it was."""
+        param, view = self.param, self.view
+        if used:
+            param.grad = view
+            if self.base is not None and view is not None:
+                view.add_(self.base)
+            if self.steps_in_backward:
+                for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+                    optimizer.step()
+                param.grad = None
+        elif self.saved is not None:
+            if view is not None and not self.saved.is_sparse:
+                view.copy_(self.saved)
+                param.grad = view
+            else:
+                param.grad = self.saved
+        elif self.base is not None:
+            param.grad = self.base
+
+
+def absorb_together(slots: Sequence[Slot], used: list[float]) -> list[Slot]:
+    """``slot.absorb(1.0)`` for many in one go; those that had a gradient, which are marked in ``used``."""
+    views: list[Tensor] = []
+    grads: list[Tensor] = []
+    came: list[Slot] = []
+    for slot in slots:
+        param = slot.param
+        grad, view = param.grad, slot.view
+        if grad is None:
+            continue
+        if grad is not view:
+            if slot.filled or grad.layout is not torch.strided:
+                slot.absorb(1.0)
+            else:
+                views.append(view)  # type: ignore[arg-type]
+                grads.append(grad)
+        slot.filled = True
+        used[slot.place] = 1.0
+        param.grad = None
+        came.append(slot)
+    if views:
+        _torch.copy_each(views, grads)
+    return came
 
 
 class Bucket:
@@ -116,6 +167,7 @@ class Bucket:
     def __init__(self, spec: BucketSpec, slots: Sequence[Slot]) -> None:
         self.spec = spec
         self.slots = tuple(slots)
+        self._dtype = self.slots[0].param.dtype
         self.flat: Tensor | None = None
         self.payload: Tensor | None = None
         self.tail: Tensor | None = None
@@ -123,8 +175,6 @@ class Bucket:
         self._users_at_rest = 0
         self._refs_at_rest: list[int] = []
         self._runs: list[Tensor] = []
-        self.left = 0
-        self.launched = False
 
     # -- storage -------------------------------------------------------------------------------------
 
@@ -143,6 +193,10 @@ class Bucket:
         self._views = [slot.view for slot in self.slots]
         self._users_at_rest = _torch.storage_users(self.flat)
         self._refs_at_rest = list(map(sys.getrefcount, self._views))
+
+    def is_outdated(self) -> bool:
+        """Whether its parameters were cast since it was planned (looks at one: a cast takes whole modules)."""
+        return self.slots[0].param.dtype is not self._dtype
 
     def is_kept_by_somebody(self) -> bool:
         """Whether the user kept a gradient: the very tensor, or another one on the same storage."""
@@ -179,20 +233,19 @@ class Bucket:
             runs.append(self.flat[start:end])
         return runs
 
+    def describe(self) -> str:
+        """For messages: its number and the first few parameters in it."""
+        names = [slot.name for slot in self.slots]
+        told = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        return f"bucket {self.spec.index} ({told})"
+
     # -- a step --------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        self.left = 0
-        for slot in self.slots:
-            slot.reset()
-            if slot.expected and slot.owned:
-                self.left += 1
-        self.launched = False
+    def complete(self, scale: float, used: Sequence[float]) -> None:
+        """Fill the places for which nothing came, and scale what was absorbed unscaled.
 
-    def gather(self, scale: float) -> None:
-        """Bring every gradient of the bucket into the buffer, scaled, and take ``param.grad`` away."""
-        views: list[Tensor] = []
-        grads: list[Tensor] = []
+        ``used`` says, by place, what got a gradient since the last synchronisation.
+        """
         for slot in self.slots:
             if slot.filled:
                 continue
@@ -200,26 +253,26 @@ class Bucket:
             assert view is not None
             grad = param.grad if slot.owned else None
             if grad is None:
-                # Autograd may announce a gradient that is undefined: that is no use of the parameter.
-                slot.used = False
                 view.zero_()
                 continue
-            if not slot.used:
+            if not used[slot.place]:
                 # Nothing came for it since the last synchronisation, yet it holds a value that has to stay
                 # as it is should no other rank have used it either.
                 slot.saved = grad.clone() if grad is view else grad
-            if not slot.deferred:
-                slot.absorb(scale)
-                continue
-            if grad is not view:
-                views.append(view)
-                grads.append(grad if grad.layout is torch.strided else grad.to_dense())
-            param.grad = None
-        if views:
-            _torch.copy_each(views, grads)
+            slot.absorb(1.0 if slot.deferred else scale)
         if scale != 1.0:
             for run in self._runs:
                 run.mul_(scale)
+
+    def lay_out_late(self, scale: float) -> Tensor:
+        """A buffer like this bucket's with only the late contributions in it, scaled."""
+        assert self.payload is not None
+        scratch = torch.zeros_like(self.payload)
+        for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
+            if slot.late is not None and slot.view is not None:
+                place = scratch.as_strided(slot.view.shape, slot.view.stride(), offset)
+                torch.mul(slot.late, scale, out=place)
+        return scratch
 
 
 def _alias(flat: Tensor, offset: int, param: Tensor) -> Tensor:

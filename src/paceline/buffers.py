@@ -32,23 +32,32 @@ class BufferHook:
 
 
 class Broadcast:
-    """Tensors of any dtype on their way from one rank, packed into one flat message of bytes."""
+    """Tensors of any dtype on their way from one rank, packed into one flat message."""
 
     def __init__(self, tensors: Sequence[Tensor], *, source: int, group: dist.ProcessGroup, channel: Channel) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
         # Widest elements first: each part then starts at a multiple of its element size.
-        self._tensors = sorted(tensors, key=lambda tensor: -tensor.element_size())
+        self._kinds = sorted(by_dtype.values(), key=lambda kind: -kind[0].element_size())
         self._channel = channel
         self._is_source = dist.get_rank(group) == source
-        device = self._tensors[0].device
         if self._is_source:
             with torch.no_grad():
-                self._bytes = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in self._tensors])
+                flats = [_torch.flatten_dense(kind) for kind in self._kinds]
+            self._message = flats[0] if len(flats) == 1 else torch.cat([flat.view(torch.uint8) for flat in flats])
         else:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        work = dist.broadcast(self._bytes, group_src=source, group=group, async_op=True)
+            first = self._kinds[0][0]
+            mixed = len(self._kinds) > 1
+            numel = sum(self._sizes_bytes()) if mixed else sum(tensor.numel() for tensor in self._kinds[0])
+            dtype = torch.uint8 if mixed else first.dtype
+            self._message = torch.empty(numel, dtype=dtype, device=first.device)
+        work = dist.broadcast(self._message, group_src=source, group=group, async_op=True)
         assert work is not None
         self._work = work
+
+    def _sizes_bytes(self) -> list[int]:
+        return [sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in self._kinds]
 
     def wait(self, what: str) -> None:
         self._channel.wait(self._work, f"the broadcast of {what}")
@@ -57,19 +66,18 @@ class Broadcast:
         """(tensor, what the source holds for it), empty at the source itself."""
         if self._is_source:
             return []
-        sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
-        pieces = self._bytes.split(sizes)
-        return [
-            (tensor, piece.view(tensor.dtype).view(tensor.shape))
-            for tensor, piece in zip(self._tensors, pieces, strict=True)
-        ]
+        flats = [self._message] if len(self._kinds) == 1 else self._message.split(self._sizes_bytes())
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for kind, flat in zip(self._kinds, flats, strict=True):
+            pairs += zip(kind, _torch.unflatten_dense(flat.view(kind[0].dtype), kind), strict=True)
+        return pairs
 
     def write(self) -> None:
         """Write the source's values into the tensors, in place."""
         pairs = self.parts()
         if pairs:
             with torch.no_grad():
-                _torch.copy_each([tensor.detach() for tensor, _ in pairs], [value for _, value in pairs])
+                _torch.copy_each([tensor for tensor, _ in pairs], [value for _, value in pairs])
 
 
 def broadcast_in_place(
@@ -145,7 +153,7 @@ class BufferSync:
             if not keep_old:
                 message.write()
                 continue
-            values = {id(buffer): value for buffer, value in message.parts()}
+            values = {id(tensor): value for tensor, value in message.parts()}
             for holder, key, _, buffer in here:
                 # A tensor of its own: the message would stay in memory with the last of its parts.
                 holder[key] = torch.empty_like(buffer).copy_(values[id(buffer)])

@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from paceline import _torch, hooks
 from paceline.buffers import BufferHookLocation
 from paceline.errors import BadArgumentError, StateError
-from paceline.join import highest_rank
+from paceline.join import SILENCE, DDPJoinHook, Word, highest_rank
 from paceline.logging_data import logging_data
 from paceline.messages import unfinished_message
 from paceline.outputs import find_tensors
-from paceline.precision import cast_floats
+from paceline.precision import MixedPrecision, cast_floats
 from paceline.roster import IGNORE_ATTRIBUTE, ignored_names, makes_sparse_gradients
+
+# Only where RPC is built in.
+_RRef: Any = getattr(rpc, "RRef", None)
 
 if TYPE_CHECKING:
     from paceline.module import DistributedDataParallel
@@ -36,10 +40,10 @@ class TorchReducer:
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter in the last synchronised backward."""
-        return torch.tensor(self._ours.used_counts, dtype=torch.int32)
+        return torch.tensor(self._ours.ledger.counts, dtype=torch.int32)
 
     def _ddp_graph_static(self) -> bool:
-        return self._ours.graph_is_static
+        return self._ours.ledger.graph_is_static
 
     def _rebuild_buckets(self) -> bool:
         """Buckets are rebuilt at the end of the first synchronised backward, by themselves."""
@@ -56,7 +60,7 @@ class TorchReducer:
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
         """Sum a bucket over the ranks, not divided; for hooks written on top of it."""
-        work = dist.all_reduce(bucket.buffer(), group=self._ours.group, async_op=True)
+        work = dist.all_reduce(bucket.buffer(), group=self._ours.courier.group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -89,8 +93,8 @@ class TorchNames:
 
     @property
     def _comm_hooks(self: Any) -> list[tuple[Any, Any]]:
-        ours = self._reducer
-        return [] if ours.hook is None else [(ours.hook, ours.hook_state)]
+        courier = self._reducer.courier
+        return [] if courier.hook is None else [(courier.hook, courier.hook_state)]
 
     @property
     def broadcast_buffers(self: Any) -> bool:
@@ -190,7 +194,56 @@ class TorchNames:
     def _assign_modules_buffers(self: Any) -> None:
         """Buffers are read from the module each time; there is no list to renew."""
 
+    # -- starting ------------------------------------------------------------------------------------
+
+    def _check_default_group(self: Any) -> None:
+        """Refuse a wrapper of another group than the default one, which cannot be pickled."""
+        if self.process_group is not dist.group.WORLD:
+            raise StateError(
+                "Only a wrapper of the default process group can be pickled or copied: another group cannot be found "
+                "again afterwards. Save ddp.module.state_dict(), or wrap the copied module anew with process_group=..."
+            )
+
+    def _ddp_init_helper(
+        self: Any, parameters: Any, expect_sparse_gradient: Any, param_to_name_mapping: Any, static_graph: bool
+    ) -> None:
+        """Plan anew from the module as it is now; the lists are read from the module, not from the arguments."""
+        self._reducer.adopt(self._read_roster())
+        if static_graph and not self.static_graph:
+            self._set_static_graph()
+
+    def _lazy_init(self: Any) -> None:
+        self._setup_in_backward_optimizers()
+
+    def _setup_in_backward_optimizers(self: Any) -> None:
+        """Take over optimizers that run in backward; happens by itself when a backward begins."""
+        self._reducer._take_optimizers()
+
+    def _passing_sync_batchnorm_handle(self: Any, module: nn.Module) -> None:
+        """paceline.SyncBatchNorm finds its group by itself and runs on any device: nothing to pass or to check."""
+
     # -- graph and hooks -----------------------------------------------------------------------------
+
+    def _register_accum_grad_hook(self: Any) -> None:
+        """Listen to the parameters' gradients (again, after ``_remove_autograd_hooks``)."""
+        self._reducer.listen()
+
+    def _fire_reducer_autograd_hook(self: Any, idx: int, *unused: Any) -> None:
+        """Say that the gradient of the ``idx``-th trainable parameter is ready; inside a backward."""
+        slot = self._reducer.trainable()[idx]
+        self._reducer._inbox._hook(slot)(slot.param)
+
+    def _register_delay_all_reduce_hook(
+        self: Any, bucket_cap_mb: Any, param_to_hook_all_reduce: Any, device_ids: Any
+    ) -> None:
+        """Delayed parameters are the last buckets of the plan, which the constructor has made already."""
+
+    def _delayed_all_reduce_hook(self: Any, grad: Tensor) -> Tensor:
+        """Delayed buckets leave by themselves, after all others; the gradient passes through."""
+        return grad
+
+    def _clear_grad_buffer(self: Any) -> None:
+        """Delayed gradients have no buffer of their own: they live in a bucket, and ``zero_grad()`` clears them."""
 
     def _set_static_graph(self: Any) -> None:
         """Promise that every backward uses the same parameters; before the first one."""
@@ -303,8 +356,18 @@ class TorchNames:
     def _sync_final_model(self: Any, is_last_joiner: bool) -> None:
         self.sync_final_model(is_last_joiner=is_last_joiner)
 
+    def _check_global_requires_backward_grad_sync(self: Any, is_joined_rank: bool) -> bool:
+        """[Note: one word before each forward]: say it, or hear it on a rank that has joined."""
+        rank = self._reducer.channel.rank
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        word = SILENCE if is_joined_rank else Word(syncs, self.will_sync_buffers(), rank)
+        return bool(self._exchange_word(word).sync_gradients)
+
     def _match_all_reduce_for_bwd_pass(self: Any) -> None:
         self._reducer.shadow_backward()
+
+    def _match_unused_params_allreduce(self: Any) -> None:
+        """What was used travels with the last bucket: ``_match_all_reduce_for_bwd_pass`` has matched it already."""
 
     # -- logging -------------------------------------------------------------------------------------
 
@@ -323,16 +386,41 @@ class TorchNames:
 
     def mark_mixed_precision(self: Any) -> None:
         """Show each parameter's two dtypes under the attributes that torch's class leaves on it."""
-        dtype = self.mixed_precision.param_dtype
-        for name, param in self.module.named_parameters():
-            if name not in self.parameters_to_ignore and param.is_floating_point():
-                param._fp_param = param.data
-                param._mp_param = torch.empty(0, dtype=dtype or param.dtype, device=param.device)
+        _setup_mixed_precision_params(self.mixed_precision, self.module)
+
+    def _root_copy_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Casts are made when a module's call is entered, as part of the graph (precision.py), not copied ahead."""
+
+    def _module_wait_for_copy_hook(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """For the same reason there is no copy to wait for."""
 
 
 # Module-level names of torch.nn.parallel.distributed.
 _BufferCommHookLocation = BufferHookLocation
+_DDPJoinHook = DDPJoinHook
+_MixedPrecision = MixedPrecision
 _find_tensors = find_tensors
+
+
+def _tree_flatten_with_rref(output: Any) -> tuple[list[Any], Any, bool]:
+    """The leaves of ``output`` (of what it refers to, if it is an RRef), their tree, and whether it is one."""
+    is_rref = _RRef is not None and isinstance(output, _RRef)
+    leaves, spec = _torch.pytree_flatten(output.local_value() if is_rref else output)
+    return leaves, spec, is_rref
+
+
+def _tree_unflatten_with_rref(output: list[Any], treespec: Any, output_is_rref: bool) -> Any:
+    tree = _torch.pytree_unflatten(output, treespec)
+    return _RRef(tree) if output_is_rref and _RRef is not None else tree
+
+
+def _setup_mixed_precision_params(mixed_precision_config: Any, root_module: nn.Module) -> None:
+    """Leave each parameter's two dtypes on it as attributes; no storage is allocated for them."""
+    dtype, ignored = mixed_precision_config.param_dtype, ignored_names(root_module)
+    for name, param in root_module.named_parameters():
+        if name not in ignored and param.is_floating_point():
+            param._fp_param = param.data  # type: ignore[attr-defined]
+            param._mp_param = torch.empty(0, dtype=dtype or param.dtype, device=param.device)  # type: ignore[attr-defined]
 
 
 def _cast_buffers(mixed_precision_config: Any, root_module: nn.Module) -> None:

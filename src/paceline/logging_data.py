@@ -90,14 +90,14 @@ def _runtime(ddp: DistributedDataParallel) -> dict[str, Any]:
         **{f"avg_{name}": value for name, value in telemetry.averages().items()},
         "num_buckets_reduced": telemetry.buckets_reduced,
         "has_rebuilt_buckets": int(reducer.has_rebuilt),
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.ready_order)),
+        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.ledger.ready_order)),
         "unused_parameter_size": reducer.unused_bytes(),
     }
     if reducer.has_rebuilt:
         buckets = reducer.plan.buckets
         data["rebuilt_bucket_sizes"] = ", ".join(str(b.size_bytes) for b in buckets)
         data["rebuilt_per_bucket_param_indices"] = ", ".join(
-            " ".join(str(reducer.place_of(i)) for i in b.params) for b in buckets
+            " ".join(str(reducer.ledger.place_of[i]) for i in b.params) for b in buckets
         )
     if ddp._ran_in_join:
         data["join_uneven_inputs"] = True

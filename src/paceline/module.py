@@ -23,7 +23,15 @@ from paceline.control import OPTION, Channel
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.exchange import hook_name
 from paceline.join import SILENCE, Word, exchange_word, highest_rank, hook_from_arguments
-from paceline.options import BROADCAST_CHUNK_BYTES, BufferPolicy, Caps, Delay, Placement, choose_group
+from paceline.options import (
+    BROADCAST_CHUNK_BYTES,
+    BufferPolicy,
+    Caps,
+    Delay,
+    Placement,
+    check_mixed_precision,
+    choose_group,
+)
 from paceline.outputs import find_tensors, first_param_node, tie_to_graph, unreachable_params
 from paceline.plan import MB, BucketPlan
 from paceline.precision import Swap
@@ -76,7 +84,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         if not isinstance(module, nn.Module):
-            raise BadTypeError(f"DistributedDataParallel wraps an nn.Module, not {repr(module)[:80]}.")
+            raise BadTypeError(
+                f"DistributedDataParallel wraps an nn.Module, not a {type(module).__name__}: {repr(module)[:80]}."
+            )
         self.process_group = choose_group(process_group, device_mesh)
         channel = Channel(self.process_group)
         try:
@@ -112,6 +122,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def _check_and_keep_arguments(self, **arguments: Any) -> None:
         """Check what can be checked on this rank alone, and keep it under torch's attribute names."""
         module = arguments["module"]
+        check_mixed_precision(arguments["mixed_precision"])
         if arguments["check_reduction"]:
             warnings.warn(
                 "The `check_reduction` argument of `DistributedDataParallel` is deprecated and does nothing.",
@@ -259,7 +270,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         joining = _torch.is_joining(self)
         source = 0
         Join.notify_join_context(self)
-        reducer.divide_by_participants = joining and not self._divide_by_initial_world_size
+        reducer.weighing.by_participants = joining and not self._divide_by_initial_world_size
         if joining:
             self._ran_in_join = True
             word = Word(will_sync, self.will_sync_buffers(), reducer.channel.rank)
@@ -362,18 +373,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         >>> with ddp.weighted(num_tokens):  # doctest: +SKIP
         ...     loss.backward()
         """
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            raise BadTypeError(f"A weight must be a number, not {weight!r}.")
+        if not 0 <= weight < float("inf"):
             raise BadArgumentError(f"A weight must be a finite number of at least 0, not {weight!r}.")
         reducer = self._reducer
         # One rank alone needs it too: the mean over several backwards is a weighted one.
         reducer.activate()
         factor = float(weight)
         handles = [slot.param.register_hook(lambda grad: grad * factor) for slot in reducer.trainable()]
-        before, reducer.weight = reducer.weight, factor
+        before, reducer.weighing.weight = reducer.weighing.weight, factor
         try:
             yield
         finally:
-            reducer.weight = before
+            reducer.weighing.weight = before
             for handle in handles:
                 handle.remove()
 
@@ -503,7 +516,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """[Note: one word before each forward]: this rank has joined and follows the others."""
         self._ran_in_join = True
         word = self._exchange_word(SILENCE)
-        self._reducer.divide_by_participants = not self._divide_by_initial_world_size
+        self._reducer.weighing.by_participants = not self._divide_by_initial_world_size
         if word.sync_buffers and self._buffer_sync.hook is None:
             self.sync_buffers(source=word.rank)
         if word.sync_gradients:
@@ -520,7 +533,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.forward_sync_buffers:
             tensors += self._buffer_sync.named().values()
         self.broadcast_tensors(tensors, source=source)
-        reducer.divide_by_participants = False
+        reducer.weighing.by_participants = False
         _torch.leave_join(self)
 
     # -- the rest of a module ------------------------------------------------------------------------
@@ -529,7 +542,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Run forward and backward in low precision from now on; see :mod:`paceline.precision`."""
         self.mixed_precision = config
         self._swap = Swap(self.module, config, ignored=frozenset(self.parameters_to_ignore))
-        self._reducer.reduce_dtype = config.reduce_dtype or config.param_dtype
+        self._reducer.courier.reduce_dtype = config.reduce_dtype or config.param_dtype
         self._reducer.activate()
         self.mark_mixed_precision()
 

@@ -134,6 +134,18 @@ def _device_index(device: Any) -> int:
     return index
 
 
+def check_mixed_precision(config: Any) -> None:
+    """``config`` may be ours or torch's; what counts is that it names dtypes."""
+    if config is None:
+        return
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(config, name, config)
+        if (dtype is not None and not isinstance(dtype, torch.dtype)) or not hasattr(config, name):
+            raise BadTypeError(
+                f"mixed_precision must be a paceline.MixedPrecision (or torch's _MixedPrecision), not {config!r}."
+            )
+
+
 @dataclass(frozen=True)
 class Delay:
     """Parameters that are reduced after all others."""
@@ -168,6 +180,8 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     if process_group is not None and device_mesh is not None:
         raise StateError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
+        if not hasattr(device_mesh, "get_group"):
+            raise BadTypeError(f"device_mesh must be a DeviceMesh, not a {type(device_mesh).__name__}.")
         if device_mesh.ndim != 1:
             raise StateError(
                 f"Only 1D device mesh is supported, but this one has {device_mesh.ndim} dimensions. Slice it: "

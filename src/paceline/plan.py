@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 MB = 1 << 20
 DEFAULT_CAP_BYTES = 25 * MB
@@ -24,8 +25,7 @@ DEFAULT_CAP_BYTES = 25 * MB
 DEFAULT_FIRST_CAP_BYTES = 1 * MB
 
 
-@dataclass(frozen=True)
-class ParameterSpec:
+class ParameterSpec(NamedTuple):
     """What ranks must agree on about one parameter."""
 
     name: str
@@ -106,6 +106,14 @@ class BucketPlan:
         return [self.specs[i].name for i in params]
 
 
+class _OpenBucket:
+    """A bucket that still has room."""
+
+    def __init__(self, room_bytes: float) -> None:
+        self.room_bytes = room_bytes
+        self.members: list[int] = []
+
+
 def make_plan(
     specs: Sequence[ParameterSpec],
     *,
@@ -132,7 +140,7 @@ def make_plan(
         assert sorted(order) == chosen, "an order names each trainable parameter once"
 
     closed: list[list[int]] = []
-    open_buckets: dict[tuple[object, ...], tuple[list[int], int]] = {}
+    open_buckets: dict[tuple[object, ...], _OpenBucket] = {}
     closed_of_kind: dict[tuple[object, ...], int] = {}
     for i in chosen if from_front else order:
         spec = specs[i]
@@ -141,18 +149,18 @@ def make_plan(
             closed.append([i])
             continue
         kind = (spec.dtype, spec.device, spec.delayed)
-        members, size_bytes = open_buckets.pop(kind, ([], 0))
-        members.append(i)
-        size_bytes += spec.size_bytes
-        n_closed = closed_of_kind.get(kind, 0)
-        # Delayed parameters go in one exchange at the end: there is nothing left to overlap with.
-        cap = math.inf if spec.delayed else caps_bytes[min(n_closed, len(caps_bytes) - 1)]
-        if size_bytes >= cap:
-            closed.append(members)
-            closed_of_kind[kind] = n_closed + 1
-        else:
-            open_buckets[kind] = (members, size_bytes)
-    closed.extend(members for members, _ in open_buckets.values())
+        bucket = open_buckets.get(kind)
+        if bucket is None:
+            n_closed = closed_of_kind.get(kind, 0)
+            # Delayed parameters go in one exchange at the end: there is nothing left to overlap with.
+            cap = math.inf if spec.delayed else caps_bytes[min(n_closed, len(caps_bytes) - 1)]
+            bucket = open_buckets[kind] = _OpenBucket(cap)
+        bucket.members.append(i)
+        bucket.room_bytes -= spec.size_bytes
+        if bucket.room_bytes <= 0:
+            closed.append(open_buckets.pop(kind).members)
+            closed_of_kind[kind] = closed_of_kind.get(kind, 0) + 1
+    closed.extend(bucket.members for bucket in open_buckets.values())
 
     # A bucket is ready with its last gradient: launch order is the order of those.
     place = {i: n for n, i in enumerate(order)}

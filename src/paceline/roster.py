@@ -6,18 +6,20 @@ replacing a parameter, or assigning a new tensor to a buffer, are things people 
 
 from __future__ import annotations
 
+import functools
 from operator import attrgetter, getitem, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from paceline.errors import BadArgumentError, StateError
+from paceline.errors import StateError
 from paceline.plan import ParameterSpec
 
 # The attribute that torch's `_set_params_and_buffers_to_ignore_for_model` leaves on a module.
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
-_facts = attrgetter("requires_grad", "dtype")
+_requires_grad = attrgetter("requires_grad")
 SPEC_FIELDS = ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed"]
 
 
@@ -28,6 +30,12 @@ def ignored_names(module: nn.Module) -> frozenset[str]:
 
 def makes_sparse_gradients(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+@functools.cache
+def _name(thing: torch.dtype | torch.device) -> str:
+    """ "float32", "cuda:0"."""
+    return str(thing).removeprefix("torch.")
 
 
 class Roster:
@@ -56,7 +64,8 @@ class Roster:
         self._dicts = [place[0] for place in places]
         self._keys = [place[1] for place in places]
         self._held = [place[2] for place in places]
-        self._facts = list(map(_facts, self.params))
+        self._trainable = [param for param in self.params if param.requires_grad]
+        self._frozen = [param for param in self.params if not param.requires_grad]
 
     def training(self) -> bool:
         return self._module.training
@@ -68,28 +77,27 @@ class Roster:
                 f"Parameter {name!r} has no shape yet (lazy module). Run one forward of the bare module on a "
                 "dummy batch before wrapping it, so that every rank knows its shapes."
             )
-        if not isinstance(param, Tensor):
-            raise BadArgumentError(f"{name!r} is registered as a parameter but is a {type(param).__name__}.")
         return ParameterSpec(
             name,
             tuple(param.shape),
-            tuple(param.stride()),
-            str(param.dtype).removeprefix("torch."),
+            param.stride(),
+            _name(param.dtype),
             param.element_size(),
-            str(param.device),
+            _name(param.device),
             param.requires_grad,
             sparse,
             delayed,
         )
 
     def changed(self) -> bool:
-        """Whether parameters were added, removed, replaced, frozen, unfrozen or cast since this roster was made."""
+        """Whether parameters were added, removed, replaced, frozen or unfrozen since this roster was made."""
         # A C-speed sweep: this runs in every backward.
         try:
             same = (
                 list(map(len, self._sized)) == self._sizes
                 and all(map(is_, map(getitem, self._dicts, self._keys), self._held))
-                and list(map(_facts, self.params)) == self._facts
+                and all(map(_requires_grad, self._trainable))
+                and not any(map(_requires_grad, self._frozen))
             )
         except KeyError:
             return True

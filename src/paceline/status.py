@@ -8,6 +8,7 @@ contract was broken. The sums come back with the gradients, and all ranks decide
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 # Sums of flags and weights need no more, and a half would not hold a weight.
 CARRIERS = (torch.float32, torch.float64)
+# A float32 holds every integer up to here.
+_EXACT = 1 << 24
 _FIXED = 3
 
 
@@ -25,21 +28,68 @@ class Status:
     weight: float
     weighing: float
     complaints: float
-    late: list[float]
+    late: Sequence[float]
     """Per bucket: ranks that have a contribution for it which came after it had left."""
-    used: list[float]
+    used: Sequence[float]
     """Per parameter: ranks that used it since the last synchronisation."""
 
-    @staticmethod
-    def numel(n_buckets: int, n_params: int) -> int:
-        return _FIXED + n_buckets + n_params
 
-    def write(self, target: Tensor) -> None:
-        values = [self.weight, self.weighing, self.complaints, *self.late, *self.used]
-        target.copy_(torch.tensor(values, dtype=target.dtype))
+class StatusCode:
+    """How a status is written as numbers: several flags in one, in a base in which their sums never carry."""
 
-    @staticmethod
-    def read(source: Tensor, n_buckets: int) -> Status:
-        values = source.tolist()
-        weight, weighing, complaints = values[:_FIXED]
-        return Status(weight, weighing, complaints, values[_FIXED : _FIXED + n_buckets], values[_FIXED + n_buckets :])
+    def __init__(self, *, n_ranks: int, n_buckets: int, n_params: int) -> None:
+        self._n_ranks = n_ranks
+        self._n_buckets = n_buckets
+        self._n_params = n_params
+        self._base = n_ranks + 1
+        self._digits = 1
+        while self._base ** (self._digits + 1) <= _EXACT:
+            self._digits += 1
+        flags = n_buckets + n_params
+        self.numel = _FIXED + -(-flags // self._digits)
+        self._all_used = [0.0] * n_buckets + [1.0] * n_params
+        self._usual = self._pack(self._all_used)
+        # The status of nearly every step, made once.
+        self._usual_numbers = torch.tensor([1.0, 0.0, 0.0, *self._usual], dtype=torch.float64)
+        self._usual_sum = [float(code * n_ranks) for code in self._usual]
+        self._counts_of_usual = [float(n_ranks)] * n_params
+
+    def write(self, status: Status, target: Tensor) -> None:
+        flags = [*status.late, *status.used]
+        if flags != self._all_used:
+            codes = self._pack(flags)
+        elif (status.weight, status.weighing, status.complaints) == (1.0, 0.0, 0.0):
+            target.copy_(self._usual_numbers)
+            return
+        else:
+            codes = self._usual
+        target.copy_(torch.tensor([status.weight, status.weighing, status.complaints, *codes], dtype=torch.float64))
+
+    def read(self, source: Tensor) -> Status:
+        weight, weighing, complaints, *codes = source.tolist()
+        if codes == self._usual_sum:
+            return Status(weight, weighing, complaints, [0.0] * self._n_buckets, self._counts_of_usual)
+        flags = self._unpack(codes)
+        return Status(weight, weighing, complaints, flags[: self._n_buckets], flags[self._n_buckets :])
+
+    def is_usual(self, status: Status) -> bool:
+        """Every parameter was used on every rank and nothing came late."""
+        return status.used is self._counts_of_usual
+
+    def _pack(self, flags: Sequence[float]) -> list[float]:
+        codes = []
+        for start in range(0, len(flags), self._digits):
+            code = 0
+            for flag in reversed(flags[start : start + self._digits]):
+                code = code * self._base + int(flag)
+            codes.append(float(code))
+        return codes
+
+    def _unpack(self, codes: Sequence[float]) -> list[float]:
+        flags = []
+        for value in codes:
+            code = round(value)
+            for _ in range(self._digits):
+                code, digit = divmod(code, self._base)
+                flags.append(float(digit))
+        return flags[: self._n_buckets + self._n_params]

@@ -116,15 +116,15 @@ def assert_grads(
         )
 
 
-def assert_in_sync(module: nn.Module, *, grads: bool = True) -> None:
-    """Parameters and gradients are the same, to the bit, on every rank of the default group."""
+def assert_in_sync(module: nn.Module, *, grads: bool = True, group: dist.ProcessGroup | None = None) -> None:
+    """Parameters and gradients are the same, to the bit, on every rank of the group (of two or more, with rank 0)."""
     for name, p in module.named_parameters():
         tensors = [p.detach()] + ([p.grad.detach().to_dense()] if grads and p.grad is not None else [])
         for tensor in tensors:
             mine = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             mine = mine.contiguous()
             theirs = mine.clone()
-            dist.broadcast(theirs, src=0)
+            dist.broadcast(theirs, src=0, group=group)
             assert torch.equal(mine, theirs), f"{name} differs from rank 0"
 
 

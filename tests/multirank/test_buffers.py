@@ -174,7 +174,6 @@ def test_batchnorm_one_forward(ranks):
     ranks(_gan, 1, {})
 
 
-@ours_only
 @pytest.mark.parametrize("forwards", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_batchnorm_several_forwards_and_one_backward(ranks, forwards, options):
@@ -316,6 +315,5 @@ def _replaced_structure(rank, world_size):
     assert torch.equal(model.linear.late, torch.zeros(2))
 
 
-@ours_only
 def test_a_buffer_added_after_wrapping_is_broadcast(ranks):
     ranks(_replaced_structure)

@@ -352,7 +352,10 @@ def test_a_hook_with_a_wrong_result_is_a_clear_error(ranks, hook):
 
 
 def _closely(rank, world_size, register, rtol, *, steps=4, lr=0.05, start_exact=0):
-    """Train beside the reference; gradients within ``rtol`` and alike on all ranks. float32, as hooks expect."""
+    """Train beside the reference; gradients within ``rtol`` of the largest, and alike on all ranks.
+
+    float32, as hooks expect.
+    """
     torch.manual_seed(0)
     model, reference = _mlp(), _mlp()
     reference.load_state_dict(model.state_dict())
@@ -367,8 +370,9 @@ def _closely(rank, world_size, register, rtol, *, steps=4, lr=0.05, start_exact=
         expected = mean_over_ranks(reference, lambda m, r, i=i: step(m, r, i), world_size)
         step(ddp, rank, i)
         assert_in_sync(model)
+        # Hooks compress buckets, so that the largest gradient of all sets the error of each.
+        scale = max(grad.abs().max().item() for grad in expected.values())
         for name, got in grads_of(ddp).items():
-            scale = expected[name].abs().max().item()
             torch.testing.assert_close(
                 got, expected[name], rtol=0, atol=rtol * scale, msg=lambda t, n=name: f"{n}: {t}"
             )

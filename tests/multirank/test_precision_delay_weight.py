@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from paceline.errors import DisagreementError
+
 from ._ddp import DDP, assert_grads, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
 
 
@@ -256,7 +258,7 @@ def test_weighted_equals_the_mean_over_all_samples(ranks, options):
     ranks(_uneven_batches, options)
 
 
-def _weighted_sum(ddp_rank, world_size, weights, make, run):
+def _weighted_sum(world_size, weights, make, run):
     """sum(w_r g_r) / sum(w_r), from each rank's own gradients."""
     totals = {}
     for r in range(world_size):
@@ -264,7 +266,7 @@ def _weighted_sum(ddp_rank, world_size, weights, make, run):
         run(model, r)
         for name, p in model.named_parameters():
             if p.grad is not None:
-                totals[name] = totals.get(name, 0) + weights[r] * p.grad
+                totals[name] = totals.get(name, 0) + weights[r] * p.grad.to_dense()
     return {name: total / sum(weights) for name, total in totals.items()}
 
 
@@ -282,7 +284,7 @@ def _fractions(rank, world_size, weights):
 
     with ddp.weighted(weights[rank]):
         run(ddp, rank)
-    assert_grads(ddp, _weighted_sum(rank, world_size, weights, _seeded, run))
+    assert_grads(ddp, _weighted_sum(world_size, weights, _seeded, run))
 
 
 @ours_only
@@ -301,7 +303,7 @@ def _tensor_weight(rank, world_size):
 
     with ddp.weighted(torch.tensor(weights[rank])):
         run(ddp, rank)
-    assert_grads(ddp, _weighted_sum(rank, world_size, weights, _seeded, run))
+    assert_grads(ddp, _weighted_sum(world_size, weights, _seeded, run))
 
 
 @ours_only
@@ -350,7 +352,7 @@ def _weighted_then_plain(rank, world_size):
         run(ddp, rank)
     ddp.zero_grad()
     run(ddp, rank)
-    assert_grads(ddp, _weighted_sum(rank, world_size, (1, 1), _seeded, run))
+    assert_grads(ddp, _weighted_sum(world_size, (1, 1), _seeded, run))
 
 
 @ours_only
@@ -382,7 +384,7 @@ def _weighted_unused(rank, world_size):
 
     with ddp.weighted(weights[rank]):
         run(ddp, rank)
-    expected = _weighted_sum(rank, world_size, weights, _seeded_branches, run)
+    expected = _weighted_sum(world_size, weights, _seeded_branches, run)
     assert_grads(ddp, {name: expected.get(name) for name, _ in ddp.module.named_parameters()})
 
 
@@ -392,21 +394,19 @@ def test_weighted_with_parameters_used_on_one_rank_only(ranks):
 
 
 def _only_one_rank_weighs(rank, world_size):
-    """A rank without the context has weight 1."""
+    """One rank forgot its weight: no average is right, so every rank is told."""
     torch.set_default_dtype(torch.float64)
     ddp = DDP(_seeded())
-
-    def run(model, r):
-        model(batch(r)).square().mean().backward()
-
-    with ddp.weighted(3) if rank == 1 else contextlib.nullcontext():
-        run(ddp, rank)
-    assert_grads(ddp, _weighted_sum(rank, world_size, (1, 3), _seeded, run))
+    loss = ddp(batch(rank)).square().mean()
+    with ddp.weighted(3) if rank == 1 else contextlib.nullcontext(), pytest.raises(DisagreementError) as caught:
+        loss.backward()
+    return str(caught.value)
 
 
 @ours_only
-def test_a_rank_without_a_weight_counts_as_one(ranks):
-    ranks(_only_one_rank_weighs)
+def test_weights_on_some_ranks_only_is_an_error_on_every_rank(ranks):
+    for text in ranks(_only_one_rank_weighs):
+        assert "weighted" in text
 
 
 def _sparse_weighted(rank, world_size):
@@ -423,8 +423,8 @@ def _sparse_weighted(rank, world_size):
     ddp = DDP(make())
     with ddp.weighted(weights[rank]):
         run(ddp, rank)
-    expected = _weighted_sum(rank, world_size, weights, make, run)
-    assert_grads(ddp, {name: value.to_dense() for name, value in expected.items()})
+    expected = _weighted_sum(world_size, weights, make, run)
+    assert_grads(ddp, expected)
 
 
 @ours_only
@@ -446,7 +446,7 @@ def _weighted_hook(rank, world_size):
 
     with ddp.weighted(weights[rank]):
         run(ddp, rank)
-    assert_grads(ddp, _weighted_sum(rank, world_size, weights, _seeded, run))
+    assert_grads(ddp, _weighted_sum(world_size, weights, _seeded, run))
 
 
 @ours_only

@@ -147,9 +147,7 @@ class RankPool:
     def _start(self, world_size: int) -> dict[int, _Rank]:
         if self._store is None:
             # Hosted here rather than on a rank: it has to outlive ranks that are killed.
-            self._store = dist.TCPStore(
-                _LOCALHOST, 0, is_master=True, wait_for_workers=False
-            )
+            self._store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             held = self._ranks.get(rank)
             if held is not None and not held.process.is_alive():

@@ -1,0 +1,72 @@
+"""Gradients that have become ready and were not looked at yet.
+
+A hook on each parameter drops its slot here; the reducer takes them out in batches. With a thousand small
+parameters that is the difference between calling Python code a thousand times a step and thirty times.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from paceline.bucket import Slot
+
+# Bounds the memory of gradients that are ready and not yet in their buckets.
+BATCH = 32
+
+
+class Reader(Protocol):
+    def gradients_ready(self) -> None:
+        """Take out what the inbox holds."""
+
+
+class Inbox:
+    """The slots whose gradients have come, in order, and when to call the reader."""
+
+    def __init__(self, reader: Reader) -> None:
+        # Weak: a wrapper that is dropped must take its hooks off the module at once, not when gc comes by.
+        self._reader = weakref.ref(reader)
+        self._slots: list[Slot] = []
+        self._handles: dict[int, RemovableHandle] = {}
+        self.limit = 1
+        """Call the reader at this many: 1 between backwards, so that it hears of the next one at once."""
+        self._finalizer = weakref.finalize(reader, _remove_all, self._handles)
+
+    def take(self) -> list[Slot]:
+        slots = self._slots.copy()
+        # The list stays the same: the hooks hold its append.
+        self._slots.clear()
+        return slots
+
+    def listen_to(self, slots: dict[int, Slot]) -> None:
+        """Have hooks on the parameters of exactly these slots (by the parameter's id)."""
+        for key in self._handles.keys() - slots.keys():
+            self._handles.pop(key).remove()
+        for key, slot in slots.items():
+            if key not in self._handles:
+                self._handles[key] = slot.param.register_post_accumulate_grad_hook(self._hook(slot))
+
+    def stop_listening(self) -> None:
+        _remove_all(self._handles)
+
+    def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        slots, append = self._slots, self._slots.append
+
+        def grad_ready(param: Tensor) -> None:
+            append(slot)
+            if slot.prompt or len(slots) >= self.limit:
+                reader = self._reader()
+                if reader is not None:
+                    reader.gradients_ready()
+
+        return grad_ready
+
+
+def _remove_all(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,619 @@
+"""The control channel: agreement, news of failure, and waits that end when a peer has failed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.control import OPTION, Channel, Failure, channel
+from paceline.control.channel import MESSAGE_LIMIT, describe_difference
+from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError
+
+Ranks = Callable[..., list[Any]]
+FIELDS = ["name", "shape", "dtype"]
+ROWS: list[list[Any]] = [["a", [2, 3], "float32"], ["b", [4], "float32"]]
+
+
+class BoomError(Exception):
+    pass
+
+
+@contextmanager
+def _short_grace() -> Iterator[None]:
+    """The news is believed soon: these tests are about what follows."""
+    with mock.patch.object(channel, "GRACE_S", 0.05), mock.patch.object(channel, "PATIENCE_S", 0.02):
+        yield
+
+
+def _channel(*, timeout_s: float | None = None) -> Channel:
+    made = Channel(dist.group.WORLD)
+    if timeout_s is not None:
+        made._timeout_s = timeout_s
+    # No rank goes on before all are there: what follows is about the channel, not about who came first.
+    dist.barrier()
+    return made
+
+
+# -- without ranks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", ["", "plain", 'quotes " and \\ and \n lines', "ünïcødé \U0001f6b4"])
+def test_news_survives_the_way(message: str) -> None:
+    failure = Failure(3, "forward", "KeyError", message)
+    assert Failure.decode(failure.encode().encode()) == failure
+
+
+def test_news_is_put_in_words() -> None:
+    assert str(Failure(3, "forward", "KeyError", "'x'")) == "rank 3 raised in forward: KeyError: 'x'"
+    assert str(Failure(3, "backward", "KeyError", "")) == "rank 3 raised in backward: KeyError"
+
+
+@pytest.mark.parametrize("text", [b"not json", b"[]", b"{}", b'{"rank": "x", "where": "", "type": "", "message": ""}'])
+def test_what_is_no_news_is_refused(text: bytes) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Failure.decode(text)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ([["a", [2, 3], "float64"], ROWS[1]], "parameter 'a': dtype is 'float32' on rank 0 and 'float64' on rank 1"),
+        ([ROWS[0], ["b", [5], "float32"]], "parameter 'b': shape is [4] on rank 0 and [5] on rank 1"),
+        ([["c", [2, 3], "float32"], ROWS[1]], "name is 'a' on rank 0 and 'c' on rank 1"),
+        (ROWS[:1], "rank 0 has 2 parameters and rank 1 has 1: 'b' is on rank 0 but not on rank 1"),
+        ([*ROWS, ["c", [1], "int8"]], "rank 0 has 2 parameters and rank 1 has 3: 'c' is on rank 1 but not on rank 0"),
+        ([], "'a' is on rank 0 but not on rank 1"),
+    ],
+    ids=["dtype", "shape", "name", "fewer", "more", "none"],
+)
+def test_a_difference_is_put_in_words(theirs: list[list[Any]], words: str) -> None:
+    told = describe_difference("parameters", [ROWS, theirs], FIELDS)
+    assert words in told
+    assert told.startswith("Ranks were given different parameters:")
+    assert "nothing has been communicated yet" in told
+
+
+def test_an_option_is_not_called_a_parameter() -> None:
+    rows = [[[f"{OPTION}static_graph", value]] for value in (True, False)]
+    told = describe_difference("options", rows, ["name", "value"])
+    assert "option static_graph is True on rank 0 and False on rank 1" in told
+    assert "parameter" not in told
+
+
+def test_only_ranks_that_differ_are_named_and_not_too_many() -> None:
+    other = [["a", [2, 3], "float64"], ROWS[1]]
+    told = describe_difference("parameters", [ROWS, ROWS, other], FIELDS)
+    assert "rank 2" in told
+    assert "rank 1" not in told
+    told = describe_difference("parameters", [ROWS, *[other] * 20], FIELDS)
+    assert told.count("on rank 0 and") == 8
+    assert "and 12 more ranks" in told
+
+
+# -- agreement -----------------------------------------------------------------------------------------
+
+
+def _agree_same(rank: int, size: int) -> None:
+    line = _channel()
+    for _ in range(3):
+        line.agree("parameters", ROWS, FIELDS)
+    line.agree("parameters", [], FIELDS)
+    assert line.news() is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_that_are_alike_agree(ranks: Ranks, world_size: int) -> None:
+    ranks(_agree_same, world_size=world_size)
+
+
+def _agree_differ(rank: int, size: int) -> str:
+    line = _channel()
+    rows = ROWS if rank != 1 else [ROWS[0], ["b", [5], "float32"]]
+    with pytest.raises(ParameterMismatchError) as caught:
+        line.agree("parameters", rows, FIELDS)
+    line.agree("parameters", ROWS, FIELDS)  # an answer of the last time must not be taken for one of this time
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_differ_raise_the_same_error_everywhere(ranks: Ranks, world_size: int) -> None:
+    told = ranks(_agree_differ, world_size=world_size)
+    assert len(set(told)) == 1
+    assert "parameter 'b': shape is [4] on rank 0 and [5] on rank 1" in told[0]
+
+
+def _agree_missing(rank: int, size: int, missing: int) -> str:
+    line = _channel(timeout_s=0.5)
+    told = ""
+    if rank != missing:
+        with pytest.raises(RankLostError) as caught:
+            line.agree("parameters", ROWS, FIELDS)
+        told = str(caught.value)
+        assert caught.value.rank == missing
+    # The missing rank stays alive until the other has given up.
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks, missing: int) -> None:
+    told = ranks(_agree_missing, missing)[1 - missing]
+    assert f"Rank {1 - missing} waited" in told
+    assert f"for rank {missing} to compare parameters" in told
+
+
+def _agree_failed(rank: int, size: int, failed: int) -> str:
+    line = _channel()
+    if rank == failed:
+        line.report("the constructor", BoomError("no memory"))
+        return ""
+    with pytest.raises(PeerFailedError) as caught:
+        line.agree("parameters", ROWS, FIELDS)
+    assert caught.value.rank == failed
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_a_rank_that_raised_before_it_came_is_named_with_its_error(ranks: Ranks, failed: int) -> None:
+    told = ranks(_agree_failed, failed, world_size=3)
+    for rank in {0, 1, 2} - {failed}:
+        assert f"rank {failed} raised in the constructor: BoomError: no memory" in told[rank]
+        assert f"this rank ({rank})" in told[rank].replace("This", "this")
+
+
+def _agree_after_a_retry(rank: int, size: int) -> None:
+    line = _channel()
+    line.agree("parameters", ROWS, FIELDS)
+    if rank == 1:
+        line.report("forward", BoomError("caught by the user"))
+        line.retract()
+    dist.barrier()
+    # The step was tried again and went well; later the parameters change and are compared anew.
+    line.agree("parameters", ROWS[:1], FIELDS)
+
+
+def test_ranks_agree_after_a_failure_that_was_taken_back(ranks: Ranks) -> None:
+    ranks(_agree_after_a_retry)
+
+
+def _two_channels(rank: int, size: int) -> None:
+    first, second = _channel(), _channel()
+    if rank == 1:
+        first.report("forward", BoomError("first"))
+    dist.barrier()
+    assert second.news() is None
+    second.agree("parameters", ROWS, FIELDS)
+    assert rank == 1 or first.news() is not None
+
+
+def test_two_channels_of_one_group_do_not_mix(ranks: Ranks) -> None:
+    ranks(_two_channels)
+
+
+def _subgroups(rank: int, size: int) -> None:
+    pairs = [dist.new_group(pair, timeout=timedelta(seconds=60)) for pair in ([0, 1], [2])]
+    mine = pairs[0] if rank < 2 else pairs[1]
+    line = Channel(mine)
+    assert (line.rank, line.size) == ((rank, 2) if rank < 2 else (0, 1))
+    line.agree("parameters", ROWS if rank < 2 else [], FIELDS)
+    if rank == 1:
+        line.report("forward", BoomError("x"))
+    dist.barrier()
+    news = line.news()
+    assert (news is not None) == (rank == 0)
+
+
+def test_a_channel_speaks_to_its_own_group_only(ranks: Ranks) -> None:
+    ranks(_subgroups, world_size=3)
+
+
+def _timeout(rank: int, size: int) -> float:
+    return Channel(dist.group.WORLD)._timeout_s
+
+
+def test_the_deadline_is_the_groups(ranks: Ranks) -> None:
+    assert ranks(_timeout, group_timeout_s=37) == [37.0, 37.0]
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+
+def _gather(rank: int, size: int) -> list[list[str]]:
+    line = _channel()
+    first = line.gather("complaint", f"from {rank}")
+    second = line.gather("complaint", "" if rank else "é" * (MESSAGE_LIMIT + 5))
+    line.agree("parameters", ROWS, FIELDS)
+    return [first, second]
+
+
+def test_words_are_gathered_by_rank_and_bounded(ranks: Ranks) -> None:
+    told = ranks(_gather, world_size=3)
+    assert told[0] == told[1] == told[2]
+    assert told[0] == [["from 0", "from 1", "from 2"], ["é" * MESSAGE_LIMIT, "", ""]]
+
+
+# -- failure -------------------------------------------------------------------------------------------
+
+
+def _report(rank: int, size: int) -> None:
+    line = _channel()
+    assert line.news() is None
+    line.raise_news("anything")
+    dist.barrier()
+    if rank == 1:
+        line.report("forward", BoomError("x" * (MESSAGE_LIMIT + 100)))
+        assert line.news() is None  # one's own failure is no news
+        assert not line.given_up()
+    dist.barrier()
+    if rank == 0:
+        news = line.news()
+        assert news is not None
+        assert (news.rank, news.where, news.type, news.message) == (1, "forward", "BoomError", "x" * MESSAGE_LIMIT)
+        with pytest.raises(PeerFailedError, match=r"rank 1 raised in forward.*This rank \(0\) was waiting in a step"):
+            line.raise_news("a step")
+    dist.barrier()
+    assert line.given_up() == (rank == 1)
+
+
+def test_a_report_is_heard_and_giving_up_is_known(ranks: Ranks) -> None:
+    ranks(_report)
+
+
+def _report_without_error(rank: int, size: int) -> str:
+    line = _channel()
+    if rank == 0:
+        line.report("backward", None)
+    dist.barrier()
+    return str(line.news())
+
+
+def test_a_report_needs_no_exception(ranks: Ranks) -> None:
+    assert ranks(_report_without_error)[1] == "rank 0 raised in backward: an exception"
+
+
+def _retract(rank: int, size: int) -> None:
+    line = _channel()
+    for _ in range(2):
+        if rank == 1:
+            line.report("forward", BoomError("again"))
+        dist.barrier()
+        assert (line.news() is not None) == (rank == 0)
+        dist.barrier()
+        line.retract()  # on rank 0 there is nothing to take back
+        dist.barrier()
+        assert line.news() is None
+        dist.barrier()
+
+
+def test_a_report_can_be_taken_back_and_made_again(ranks: Ranks) -> None:
+    ranks(_retract)
+
+
+def _first_cause(rank: int, size: int) -> tuple[int, str]:
+    line = _channel()
+    for turn in range(size - 1):
+        if rank == turn:
+            line.report("forward", BoomError(f"from {rank}"))
+        dist.barrier()
+    # A rank whose report came second has nothing that it could take back.
+    if rank == 1:
+        line.retract()
+    dist.barrier()
+    news = line.news()
+    return (news.rank, news.message) if news else (-1, "")
+
+
+def test_the_first_cause_is_told_to_all_others(ranks: Ranks) -> None:
+    assert ranks(_first_cause, world_size=3) == [(-1, ""), (0, "from 0"), (0, "from 0")]
+
+
+def _second_cause(rank: int, size: int) -> None:
+    line = _channel()
+    for turn in range(2):
+        if rank == turn:
+            line.report("forward", BoomError(f"from {rank}"))
+        dist.barrier()
+    if rank == 0:
+        # It caught its own and goes on; rank 1 did not, and somebody must know.
+        line.retract()
+        news = line.news()
+        assert news is not None
+        assert news.rank == 1
+
+
+def test_a_second_failure_is_known_when_the_first_is_taken_back(ranks: Ranks) -> None:
+    ranks(_second_cause)
+
+
+class _RetractedInBetween:
+    """A store in which another rank takes its failure back right after it was seen."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        seen = self._store.check(keys)
+        if seen and "failure" in keys:
+            self._store.delete_key("failure")
+        return bool(seen)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _race(rank: int, size: int) -> None:
+    line = _channel()
+    if rank == 1:
+        line.report("forward", BoomError("for a moment"))
+    dist.barrier()
+    if rank == 0:
+        store = line._store
+        store.set_timeout(timedelta(seconds=1))
+        line._store = _RetractedInBetween(store)
+        start = time.monotonic()
+        assert line.news() is None
+        assert time.monotonic() - start < 0.9  # it did not wait for a key that is gone
+
+
+def test_news_that_is_taken_back_while_it_is_read_is_no_news(ranks: Ranks) -> None:
+    ranks(_race)
+
+
+class _GoneStore:
+    def __getattr__(self, name: str) -> Any:
+        raise dist.DistNetworkError("the host is gone")
+
+
+def _report_to_nobody(rank: int, size: int) -> None:
+    line = _channel()
+    line._store = _GoneStore()  # type: ignore[assignment]
+    line.report("forward", BoomError("x"))
+    line.retract()
+
+
+def test_a_report_never_raises(ranks: Ranks) -> None:
+    ranks(_report_to_nobody)
+
+
+# -- waiting -------------------------------------------------------------------------------------------
+
+
+def _wait(rank: int, size: int) -> list[float]:
+    line = _channel()
+    tensor = torch.full((3,), float(rank + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    line.wait(work, "an all-reduce")
+    future = dist.all_reduce(tensor.clone(), async_op=True).get_future()
+    assert line.wait_future(future, "a future")[0].tolist() == [6.0] * 3
+    assert line.wait_future(future, "a future that is done")[0].tolist() == [6.0] * 3
+    return tensor.tolist()
+
+
+def test_a_wait_without_trouble(ranks: Ranks) -> None:
+    assert ranks(_wait) == [[3.0] * 3] * 2
+
+
+def _wait_for(line: Channel, work: Any, kind: str) -> None:
+    if kind == "work":
+        line.wait(work, "the all-reduce of bucket 0")
+    else:
+        line.wait_future(work.get_future(), "the all-reduce of bucket 0")
+
+
+def _wait_for_a_failed_rank(rank: int, size: int, kind: str) -> str:
+    line = _channel()
+    told = ""
+    with _short_grace():
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            start = time.monotonic()
+            with pytest.raises(PeerFailedError) as caught:
+                _wait_for(line, work, kind)
+            assert time.monotonic() - start < 10
+            assert caught.value.rank == 1
+            told = str(caught.value)
+            # Nobody takes part in it any more: let the other rank know in its own time.
+            line._store.set("done", "")
+        else:
+            line.report("forward", BoomError("disk full"))
+            line._store.wait(["done"], timedelta(seconds=30))
+            assert line.given_up()
+            dist.all_reduce(torch.ones(3))
+    return told
+
+
+@pytest.mark.parametrize("kind", ["work", "future"])
+def test_a_wait_ends_when_a_peer_has_failed(ranks: Ranks, kind: str) -> None:
+    told = ranks(_wait_for_a_failed_rank, kind)[0]
+    assert "rank 1 raised in forward: BoomError: disk full" in told
+    assert "This rank (0) was waiting in the all-reduce of bucket 0" in told
+
+
+def _wait_through_a_retry(rank: int, size: int) -> float:
+    line = _channel()
+    tensor = torch.ones(1)
+    if rank == 0:
+        line.wait(dist.all_reduce(tensor, async_op=True), "an all-reduce")
+        assert not line._store.check(["given_up"])
+    else:
+        line.report("forward", BoomError("caught"))
+        line.retract()
+        dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def test_a_wait_outlives_a_failure_that_was_taken_back(ranks: Ranks) -> None:
+    assert ranks(_wait_through_a_retry) == [2.0, 2.0]
+
+
+def _wait_past_the_deadline(rank: int, size: int, kind: str) -> str:
+    line = _channel(timeout_s=0.3)
+    told = ""
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(RankLostError) as caught:
+            _wait_for(line, work, kind)
+        told = str(caught.value)
+        line._store.set("done", "")
+    else:
+        line._store.wait(["done"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
+    return told
+
+
+@pytest.mark.parametrize("kind", ["work", "future"])
+def test_a_wait_ends_with_the_groups_deadline(ranks: Ranks, kind: str) -> None:
+    told = ranks(_wait_past_the_deadline, kind)[0]
+    assert "Rank 0 waited" in told
+    assert "in the all-reduce of bucket 0" in told
+
+
+def _wait_while_a_peer_replans(rank: int, size: int) -> str:
+    line = _channel()
+    told = ""
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(PeerFailedError) as caught:
+            line.wait(work, "the all-reduce of bucket 0")
+        assert caught.value.rank == 1
+        told = str(caught.value)
+        line._store.set("done", "")
+    else:
+        line.announce_replan("'first.weight' was frozen")
+        line._store.wait(["done"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
+    return told
+
+
+def test_a_wait_ends_when_a_peer_has_other_parameters(ranks: Ranks) -> None:
+    told = ranks(_wait_while_a_peer_replans)[0]
+    assert "The parameters of rank 1 changed since the last step ('first.weight' was frozen)" in told
+    assert "those of this rank (0)" in told
+
+
+def _both_replan(rank: int, size: int) -> float:
+    line = _channel()
+    for _ in range(2):
+        line.announce_replan("both were frozen")
+    tensor = torch.ones(1)
+    line.wait(dist.all_reduce(tensor, async_op=True), "an all-reduce")
+    return float(tensor)
+
+
+def test_a_change_on_all_ranks_is_no_trouble(ranks: Ranks) -> None:
+    assert ranks(_both_replan) == [2.0, 2.0]
+
+
+class _BrokenWork:
+    def wait(self, timeout: timedelta) -> bool:
+        raise RuntimeError("[src/pair.cc:1] Connection closed by peer [127.0.0.1]:1234. This may mean anything.\nStack")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _broken_connection(rank: int, size: int) -> str:
+    line = _channel()
+    told = ""
+    if rank == 0:
+        with pytest.raises(RankLostError) as caught:
+            line.wait(_BrokenWork(), "the all-reduce of bucket 0")  # type: ignore[arg-type]
+        assert caught.value.rank == 1
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        told = str(caught.value)
+    dist.barrier()
+    return told
+
+
+def test_a_broken_connection_is_a_lost_rank(ranks: Ranks) -> None:
+    told = ranks(_broken_connection)[0]
+    assert "connection to rank 1 broke while rank 0 was in the all-reduce of bucket 0" in told
+    assert "Stack" not in told
+    assert "pair.cc" not in told
+
+
+def test_peer_errors_say_which_rank_and_are_runtime_errors() -> None:
+    error = PeerFailedError("words", rank=3)
+    assert error.rank == 3
+    assert isinstance(error, PeerError)
+    assert isinstance(error, RuntimeError)
+    assert RankLostError("words").rank is None
+
+
+# -- what travels --------------------------------------------------------------------------------------
+
+
+class _Recording:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.values: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.values.append(value)
+        self._store.set(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> Any:
+        self.values.append(desired)
+        return self._store.compare_set(key, expected, desired)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _record(rank: int, size: int) -> list[str]:
+    line = _channel()
+    recording = _Recording(line._store)
+    line._store = recording  # type: ignore[assignment]
+    line.agree("parameters", ROWS * 1000, FIELDS)
+    line.announce_replan("frozen")
+    with pytest.raises(ParameterMismatchError):
+        line.agree("parameters", [["a", rank]], ["name", "rank"])
+    dist.barrier()
+    line.report("forward", BoomError("x"))
+    dist.barrier()
+    return recording.values
+
+
+def test_plain_text_travels_and_only_a_digest_while_ranks_agree(ranks: Ranks) -> None:
+    for values in ranks(_record):
+        assert all(isinstance(value, str) for value in values)
+        digest = values[0]
+        assert len(digest) == 64
+        int(digest, 16)
+        assert max(map(len, values)) < 1000
+        assert any(json.loads(value) for value in values if value.startswith("{"))
+
+
+def _refuse_pickle(rank: int, size: int) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("pickle was used")
+
+    with (
+        mock.patch("pickle.dumps", refuse),
+        mock.patch("pickle.loads", refuse),
+        mock.patch.object(dist.distributed_c10d, "_pickler", refuse),
+        mock.patch.object(dist.distributed_c10d, "_unpickler", refuse),
+    ):
+        line = Channel(dist.group.WORLD)
+        line.agree("parameters", ROWS, FIELDS)
+        line.gather("complaint", "words")
+        with pytest.raises(ParameterMismatchError):
+            line.agree("parameters", [["a", rank]], ["name", "rank"])
+        line.report("forward", BoomError("x"))
+        dist.barrier()
+        line.news()
+        dist.barrier()
+        line.retract()
+
+
+def test_nothing_is_pickled(ranks: Ranks) -> None:
+    ranks(_refuse_pickle)

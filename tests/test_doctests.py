@@ -1,0 +1,50 @@
+"""The examples in docstrings run, all in one process."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+import torch.distributed as dist
+
+import paceline
+
+# These have examples; that an example is still found is part of the test.
+WITH_EXAMPLES = {
+    "paceline.plan",
+    "paceline.module",
+    "paceline.hooks.contract",
+    "paceline.hooks.powersgd",
+    "paceline.hooks.stand_ins",
+    "paceline.sync_batchnorm",
+}
+FOUND = [info.name for info in pkgutil.walk_packages(paceline.__path__, "paceline.")]
+MODULES = ["paceline", *(name for name in FOUND if not name.endswith("__main__"))]
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples begin and end without a process group, and not under a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not dist.is_initialized()
+    module = importlib.import_module(name)
+    try:
+        result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+        assert not dist.is_initialized(), "an example left a process group behind"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert result.failed == 0, capsys.readouterr().out
+    if name in WITH_EXAMPLES:
+        assert result.attempted > 0
+
+
+def test_the_list_of_modules_with_examples_is_true() -> None:
+    assert set(MODULES) >= WITH_EXAMPLES

@@ -1,0 +1,288 @@
+"""Finding tensors in outputs, and parameters in the graph behind them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from paceline.outputs import find_tensors, first_param_node, tie_to_graph, unreachable_params
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Data:
+    left: Any
+    right: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedData:
+    left: Any
+    right: Any
+
+
+class Plain:
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self._right = left, right
+
+
+class Slotted:
+    __slots__ = ("left", "never_set")
+
+    def __init__(self, left: Any) -> None:
+        self.left = left
+
+
+class SlottedChild(Slotted):
+    __slots__ = "right"
+
+    def __init__(self, left: Any, right: Any) -> None:
+        super().__init__(left)
+        self.right = right
+
+
+class LazyMapping(Mapping[int, Any]):
+    """Makes its values when asked for them, as lazily stacked containers do."""
+
+    def __init__(self, *tensors: Any) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, key: int) -> Any:
+        return [self._tensors[key]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._tensors)))
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+A, B = torch.zeros(1), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (A, B),
+        [A, B],
+        [A, [[(B,)]]],
+        {"x": A, "y": B},
+        OrderedDict(x=A, y={"z": (B,)}),
+        UserDict({"x": A, "y": B}),
+        LazyMapping(A, B),
+        Pair(A, Pair(B, None)),
+        Data(A, B),
+        Data(Data(A), [Data(B)]),
+        SlottedData(A, B),
+        Plain(A, B),
+        Plain(Plain(None, A), {"k": Slotted(B)}),
+        SimpleNamespace(a=A, b=SimpleNamespace(b=B)),
+        (A, None, 1, 2.0, "text", b"bytes", torch.float32, torch.device("cpu"), 3j, True, B),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors_are_found_in_order(value: Any) -> None:
+    found = list(find_tensors(value))
+    assert len(found) == 2
+    assert found[0] is A
+    assert found[1] is B
+
+
+def test_a_tensor_and_a_parameter_are_found_themselves() -> None:
+    param = nn.Parameter(A)
+    assert next(find_tensors(A)) is A
+    assert next(find_tensors(param)) is param
+
+
+@pytest.mark.parametrize("value", [{A, B}, frozenset([A, B]), SlottedChild(A, B)], ids=lambda v: type(v).__name__)
+def test_tensors_are_found_where_there_is_no_order(value: Any) -> None:
+    assert sorted(map(id, find_tensors(value))) == sorted([id(A), id(B)])
+
+
+def test_tensors_are_found_in_a_packed_sequence_and_a_distribution() -> None:
+    packed = pack_sequence([torch.ones(3, 2, requires_grad=True), torch.ones(1, 2)])
+    assert any(tensor is packed.data for tensor in find_tensors(packed))
+    distribution = torch.distributions.Normal(torch.zeros(2, requires_grad=True), torch.ones(2))
+    assert any(tensor is distribution.loc for tensor in find_tensors([distribution]))
+
+
+def test_containers_that_are_made_on_demand_are_not_taken_for_others() -> None:
+    # A list that was looked at and freed may leave its id to the next one.
+    tensors = [torch.full((1,), float(n)) for n in range(200)]
+    value = LazyMapping(*(LazyMapping(tensor) for tensor in tensors))
+    assert {id(tensor) for tensor in find_tensors(value)} == {id(tensor) for tensor in tensors}
+
+
+def test_a_cycle_ends() -> None:
+    plain = Plain(A, None)
+    plain._right = [plain, {"again": plain}]
+    assert len(list(find_tensors(plain))) == 1
+    items: list[Any] = [B]
+    items.append(items)
+    assert len(list(find_tensors(items))) == 1
+
+
+@pytest.mark.parametrize("value", [None, 1, "text", [], {}, (), object(), nn.Linear(2, 2), Data, len, lambda: A])
+def test_there_is_nothing_in_what_holds_no_outputs(value: Any) -> None:
+    assert list(find_tensors(value)) == []
+
+
+def test_a_deeply_nested_list_does_not_exhaust_the_stack() -> None:
+    value: Any = A
+    for _ in range(20_000):
+        value = [value]
+    assert next(find_tensors(value)) is A
+    # Freed step by step: a deep chain of lists is deep to free as well.
+    while isinstance(value, list):
+        value = value.pop()
+
+
+# -- the graph behind ----------------------------------------------------------------------------------
+
+
+def _params(n: int) -> list[Tensor]:
+    return [nn.Parameter(torch.full((2,), float(i + 1))) for i in range(n)]
+
+
+def test_what_the_output_does_not_lead_to_is_unreachable() -> None:
+    a, b, c, d = _params(4)
+    output = (a * 2 + c).relu().sum()
+    assert unreachable_params([output], [a, b, c, d]) == {1, 3}
+
+
+def test_several_outputs_reach_together() -> None:
+    a, b, c = _params(3)
+    assert unreachable_params([a.sum(), (b * 2).detach(), c.exp()], [a, b, c]) == {1}
+
+
+def test_outputs_without_a_graph_reach_nothing() -> None:
+    a, b = _params(2)
+    assert unreachable_params([], [a, b]) == {0, 1}
+    assert unreachable_params([torch.ones(1), torch.ones(1, requires_grad=True)], [a, b]) == {0, 1}
+
+
+def test_a_parameter_that_is_an_output_is_reached() -> None:
+    a, b = _params(2)
+    assert unreachable_params([a], [a, b]) == {1}
+
+
+def test_a_graph_that_is_wide_and_deep_is_walked_once() -> None:
+    a, b = _params(2)
+    x: Tensor = a
+    for _ in range(3000):
+        x = x + x  # 2**3000 paths
+    assert unreachable_params([x], [a, b]) == {1}
+
+
+def test_a_frozen_parameter_and_a_view_of_one() -> None:
+    a, b = _params(2)
+    b.requires_grad_(False)
+    assert unreachable_params([(a.view(1, 2) * b).sum()], [a, b]) == {1}
+
+
+def test_the_first_node_is_that_of_a_parameter() -> None:
+    a, b, other = _params(3)
+    output = (other * 2 + (b * 3).exp()).sum()
+    node = first_param_node([output], {id(a), id(b)})
+    assert node is not None
+    assert node.variable is b  # type: ignore[attr-defined]
+
+
+def test_no_node_without_a_parameter_in_the_graph() -> None:
+    a, other = _params(2)
+    assert first_param_node([(other * 2).sum()], {id(a)}) is None
+    assert first_param_node([torch.ones(1)], {id(a)}) is None
+    assert first_param_node([], {id(a)}) is None
+
+
+def test_the_second_output_is_looked_at_too() -> None:
+    a, other = _params(2)
+    node = first_param_node([other.exp(), torch.ones(1), a.exp()], {id(a)})
+    assert node is not None
+    assert node.variable is a  # type: ignore[attr-defined]
+
+
+# -- ties ----------------------------------------------------------------------------------------------
+
+
+def _anchor() -> Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
+def _ran_through(tensor: Tensor, anchor: Tensor) -> bool:
+    fired: list[Tensor] = []
+    assert tensor.grad_fn is not None
+    handle = tensor.grad_fn.register_hook(lambda grads, outs: fired.append(anchor))
+    tensor.sum().backward()
+    handle.remove()
+    return bool(fired)
+
+
+def test_a_tensor_without_a_graph_gets_one() -> None:
+    anchor, value = _anchor(), torch.ones(3)
+    tied = tie_to_graph(value, anchor)
+    assert not value.requires_grad
+    assert tied.requires_grad
+    assert torch.equal(tied, value)
+    assert _ran_through(tied, anchor)
+    assert anchor.grad is None
+
+
+def test_gradients_pass_a_tie_unchanged() -> None:
+    x = torch.ones(3, requires_grad=True)
+    tie_to_graph(x * 2, _anchor()).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_tied_output_may_be_changed_in_place() -> None:
+    tied = tie_to_graph(torch.ones(3), _anchor())
+    tied += 1
+    assert tied.tolist() == [2.0, 2.0, 2.0]
+    tied.sum().backward()
+
+
+def test_the_tied_tensor_has_memory_of_its_own() -> None:
+    value = torch.ones(3)
+    tied = tie_to_graph(value, _anchor())
+    with torch.no_grad():
+        tied.zero_()
+    assert value.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "pick"),
+    [
+        ([A, B], lambda tied: tied[0]),
+        ((A, B), lambda tied: tied[0]),
+        ({"n": 1, "a": A, "b": B}, lambda tied: tied["a"]),
+        ([torch.tensor(3), {"x": (A,)}, B], lambda tied: tied[1]["x"][0]),
+        ({"ids": torch.tensor([1]), "deep": [[B]]}, lambda tied: tied["deep"][0][0]),
+    ],
+    ids=["list", "tuple", "dict", "nested", "after integers"],
+)
+def test_the_first_floating_point_tensor_is_tied_and_the_container_rebuilt(value: Any, pick: Any) -> None:
+    tied = tie_to_graph(value, _anchor())
+    assert type(tied) is type(value)
+    assert pick(tied).requires_grad
+    assert not pick(value).requires_grad
+    assert sum(tensor.requires_grad for tensor in find_tensors(tied)) == 1
+    assert len(list(find_tensors(tied))) == len(list(find_tensors(value)))
+
+
+def test_a_complex_tensor_can_be_tied() -> None:
+    assert tie_to_graph(torch.ones(2, dtype=torch.complex64), _anchor()).requires_grad
+
+
+@pytest.mark.parametrize("value", [Pair(A, B), Data(A, B), Plain(A, B), OrderedDict(a=A), None, "t", torch.tensor(1)])
+def test_what_is_no_plain_container_stays_the_very_object(value: Any) -> None:
+    assert tie_to_graph(value, _anchor()) is value
