@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import paceline
 from paceline.bucket import Bucket, GradBucket, Slot, absorb_together, empty_flat, is_dense
 from paceline.plan import ParameterSpec, make_plan
 
@@ -191,6 +192,13 @@ def test_a_cast_parameter_makes_a_bucket_outdated() -> None:
     assert bucket.is_outdated()
 
 
+def test_a_cast_of_a_part_of_the_module_makes_a_bucket_outdated() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    bucket = _bucket([*first.parameters(), *second.parameters()])
+    second.double()
+    assert bucket.is_outdated()
+
+
 def test_a_bucket_is_described_by_its_first_parameters() -> None:
     assert _bucket([_param(1)] * 2).describe() == "bucket 0 (p0, p1)"
     assert _bucket([_param(1)] * 5).describe() == "bucket 0 (p0, p1, p2, ...)"
@@ -265,6 +273,27 @@ def test_a_released_bucket_leaves_kept_gradients_as_they_are() -> None:
     _views(bucket)[0].fill_(9)
     assert kept is not None
     assert kept.tolist() == [4.0, 4.0]
+
+
+def _keep_a_gradient(rank: int, size: int, dropped: str) -> tuple[bool, bool]:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ddp = paceline.DistributedDataParallel(module)
+    # Past the steps in which buckets may be laid out anew.
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+    kept = module[0].weight.grad
+    assert kept is not None
+    before = kept.clone()
+    (module if dropped == "all" else module[0]).zero_grad()
+    ddp(torch.full((1, 2), 5.0)).sum().backward()
+    return torch.equal(kept, before), kept is module[0].weight.grad
+
+
+@pytest.mark.parametrize("dropped", ["all", "some"])
+def test_a_kept_gradient_does_not_change_in_the_next_step(ranks: Callable[..., list[Any]], dropped: str) -> None:
+    """``zero_grad`` of an optimizer that has some of the parameters must be enough."""
+    assert ranks(_keep_a_gradient, dropped) == [(True, False)] * 2
 
 
 # -- absorbing -----------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import BadArgumentError, BadTypeError, MisuseError, StateError
-from paceline.options import BufferPolicy, Caps, Delay, Placement, choose_group, environment
+from paceline.options import BufferPolicy, Caps, Delay, Placement, check_mixed_precision, choose_group, environment
 from paceline.plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MB
+from paceline.precision import MixedPrecision
 
 # -- capacities ----------------------------------------------------------------------------------------
 
@@ -203,7 +204,12 @@ def test_a_group_and_a_mesh_are_too_much() -> None:
 
 def test_a_mesh_has_one_dimension() -> None:
     with pytest.raises(StateError, match=r"2 dimensions.*Slice"):
-        choose_group(None, SimpleNamespace(ndim=2))
+        choose_group(None, SimpleNamespace(ndim=2, get_group=None))
+
+
+def test_a_mesh_is_a_mesh() -> None:
+    with pytest.raises(BadTypeError, match="device_mesh must be a DeviceMesh, not a list"):
+        choose_group(None, [0, 1])
 
 
 def _groups(rank: int, size: int) -> None:
@@ -236,6 +242,33 @@ def _unusable_groups(rank: int, size: int) -> None:
 
 def test_a_group_that_cannot_be_used_is_refused(ranks: Callable[..., list[Any]]) -> None:
     ranks(_unusable_groups)
+
+
+# -- mixed precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [None, MixedPrecision(), MixedPrecision(param_dtype=torch.bfloat16)])
+def test_a_config_that_names_dtypes_is_taken(config: Any) -> None:
+    check_mixed_precision(config)
+    # torch's own has the same fields.
+    check_mixed_precision(SimpleNamespace(param_dtype=torch.float16, reduce_dtype=None, buffer_dtype=None, more=1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        torch.bfloat16,
+        "bf16",
+        {"param_dtype": torch.bfloat16},
+        SimpleNamespace(param_dtype=torch.bfloat16),
+        MixedPrecision(param_dtype="bfloat16"),  # type: ignore[arg-type]
+        MixedPrecision(buffer_dtype=float),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_what_names_no_dtypes_is_refused(config: Any) -> None:
+    with pytest.raises(BadTypeError, match=r"mixed_precision must be a paceline\.MixedPrecision"):
+        check_mixed_precision(config)
 
 
 # -- the rest ------------------------------------------------------------------------------------------

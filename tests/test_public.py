@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import pkgutil
 import subprocess
 import sys
 from types import ModuleType
@@ -74,6 +75,12 @@ def test_the_layout_at_the_top_names_files_that_exist() -> None:
     assert "plan" in told
     for name in told:
         importlib.import_module(f"paceline.{name}")
+
+
+def test_the_layout_at_the_top_leaves_no_file_out() -> None:
+    told = (paceline.__doc__ or "").split("``")[1::2]
+    found = {info.name for info in pkgutil.iter_modules(paceline.__path__)} - {"__main__", "errors"}
+    assert found <= set(told)
 
 
 def test_the_errors_form_one_tree_in_which_torchs_except_clauses_work() -> None:

@@ -264,10 +264,13 @@ class TorchNames:
         self._hook_names[-1] = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
-        self: Any, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
+        self: Any,
+        state: Any,
+        hook: Callable[..., Any],
+        comm_hook_location: Any = BufferHookLocation.POST_FORWARD,
     ) -> None:
-        name = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
-        self.register_buffer_hook(state, hook, BufferHookLocation[name])
+        # By name: torch's own enumeration is welcome.
+        self.register_buffer_hook(state, hook, BufferHookLocation[comm_hook_location.name])
 
     def _register_fused_optim(self: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step each parameter as soon as its gradient is reduced."""

@@ -32,7 +32,7 @@ from paceline.options import (
     check_mixed_precision,
     choose_group,
 )
-from paceline.outputs import find_tensors, first_param_node, tie_to_graph, unreachable_params
+from paceline.outputs import find_tensors, first_param_node, move_to_device, tie_to_graph, unreachable_params
 from paceline.plan import MB, BucketPlan
 from paceline.precision import Swap
 from paceline.reducer import Phase, Reducer, ReducerOptions
@@ -280,8 +280,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         elif self.will_sync_buffers() and self._buffer_sync.hook is None:
             self.sync_buffers(source=source)
         if self.placement.device_ids:
-            moved_inputs, moved_kwargs = scatter_kwargs(inputs, kwargs, self.placement.device_ids, dim=self.dim)
-            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+            inputs = move_to_device(inputs, self.placement.device)
+            kwargs = move_to_device(kwargs, self.placement.device)
         return inputs, kwargs
 
     def run_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -364,7 +364,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     @contextlib.contextmanager
-    def weighted(self, weight: float) -> Iterator[None]:
+    def weighted(self, weight: float | Tensor) -> Iterator[None]:
         """Let each backward inside count ``weight`` in the average, its number of tokens or samples say.
 
         Gradients become ``sum(weight * gradient) / sum(weight)`` over all ranks and all backwards since the last
@@ -373,6 +373,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         >>> with ddp.weighted(num_tokens):  # doctest: +SKIP
         ...     loss.backward()
         """
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            weight = weight.item()
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise BadTypeError(f"A weight must be a number, not {weight!r}.")
         if not 0 <= weight < float("inf"):
@@ -560,7 +562,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
-        return scatter_kwargs(inputs, kwargs, [device_id], dim=self.dim)
+        """(inputs, kwargs) for one device, each in a tuple of one; empty if there is nothing at all."""
+        if not inputs and not kwargs:
+            return (), ()
+        device = torch.device(self.placement.device.type, device_id) if self.placement.device.type != "cpu" else "cpu"
+        return (move_to_device(inputs, device),), (move_to_device(kwargs, device),)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return gather(outputs, output_device, dim=self.dim)

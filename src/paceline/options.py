@@ -197,8 +197,8 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
         return _torch.default_group()
     if _torch.is_not_a_member(process_group):
         raise BadArgumentError(
-            f"This rank ({dist.get_rank()}) is not in the process group it was given. Wrap the module only on the "
-            "ranks of that group."
+            f"Rank {dist.get_rank()} is not in the process group it was given. Wrap the module only on the ranks of "
+            "that group."
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise BadTypeError(f"process_group must be a ProcessGroup, not {type(process_group).__name__}.")

@@ -124,3 +124,16 @@ def tie_to_graph(value: Any, anchor: Tensor) -> Any:
             if tied is not item:
                 return {**value, key: tied}
     return value
+
+
+def move_to_device(value: Any, device: torch.device | str) -> Any:
+    """``value`` with the tensors in its containers on ``device``; what is there already stays the same object."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move_to_device(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(move_to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, move_to_device(item, device)) for key, item in value.items())
+    return value

@@ -13,9 +13,10 @@ result is right; and from then on the bucket waits for that contribution.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -71,6 +72,8 @@ class _Step:
     syncing: bool = False
     create_graph: bool = False
     observing: bool = False
+    shadow: bool = False
+    """This rank has run out of inputs: nothing to learn from, and no contract to hold it to."""
     scale: float = 1.0
     next_bucket: int = 0
     complaint: str = ""
@@ -136,6 +139,9 @@ class Reducer:
             if spec.requires_grad:
                 slot = self._slots_by_id[id(param)] = known.get(id(param)) or Slot(spec.name, param)
                 slot.index, slot.name = index, spec.name
+        for key in known.keys() - self._slots_by_id.keys():
+            # A graph made before may still bring it a gradient.
+            known[key].owned = False
         self._left_out = frozenset()
         self.first_plan = make_plan(roster.specs, caps_bytes=self.options.caps_bytes)
         self._use(self.first_plan)
@@ -245,14 +251,15 @@ class Reducer:
         ``probe`` is a leaf of that output: ``autograd.grad`` does not reach it, and is none of our business.
         """
         if self.phase is not Phase.BACKWARD and self.active and _torch.will_execute(probe):
-            self.start_backward(through_forward=True)
+            with self._told_to_others():
+                self._start_backward(through_forward=True)
 
     def expect_unused(self, unused: frozenset[int]) -> None:
         """These parameters (by index) cannot be reached from forward's output (``find_unused_parameters``)."""
         hint = self._unused_hint
         self._unused_hint = unused if hint is None else hint & unused
 
-    def start_backward(self, *, through_forward: bool = False) -> None:
+    def _start_backward(self, *, through_forward: bool = False) -> None:
         self.check_usable()
         syncing = self.enabled and (through_forward or self.forwards_pending or self._is_training())
         BackwardWatch(self).start()
@@ -352,9 +359,13 @@ class Reducer:
 
     def gradients_ready(self) -> None:
         """Look at what is in the inbox: absorb it, and send the buckets that are complete."""
+        with self._told_to_others():
+            if self.phase is not Phase.BACKWARD:
+                self._start_backward()
+            self._take_in()
+
+    def _take_in(self) -> None:
         # The hottest code there is: it sees each of a thousand small parameters in every step.
-        if self.phase is not Phase.BACKWARD:
-            self.start_backward()
         step = self._step
         slots = self._inbox.take()
         if not step.syncing:
@@ -457,15 +468,20 @@ class Reducer:
 
     def end_backward(self) -> None:
         """The outermost backward has ended on this rank."""
-        self.gradients_ready()
-        self._inbox.limit = 1
-        self.telemetry.current.backward_end_ns = now_ns()
-        self.forwards_pending = False
-        if not self._step.syncing:
+        with self._told_to_others():
+            self._take_in()
+            self._inbox.limit = 1
+            self.telemetry.current.backward_end_ns = now_ns()
+            self.forwards_pending = False
+            if self._step.syncing:
+                self._finish()
             self.phase = Phase.IDLE
-            return
+
+    @contextlib.contextmanager
+    def _told_to_others(self) -> Iterator[None]:
+        """An error in here is one that the other ranks have to hear of."""
         try:
-            self._finish()
+            yield
         except DisagreementError as error:
             # All ranks raise it together, with nothing under way: the next step may go on.
             self.phase = Phase.IDLE
@@ -522,13 +538,12 @@ class Reducer:
             slot.param.grad = None
         self.ledger.used = [0.0] * len(self._slots)
         self._begin(syncing=True)
+        self._step.shadow = True
         self.weighing.take_no_part()
-        try:
+        with self._told_to_others():
             self._finish()
-        finally:
-            self._inbox.limit = 1
-            for slot in self._slots:
-                slot.param.grad = None
+            self.phase = Phase.IDLE
+        self._inbox.limit = 1
 
     def _finish(self) -> None:
         """Send what has not left, wait for everything, hand the averages out."""
@@ -550,7 +565,6 @@ class Reducer:
         self.on_finish.clear()
         self._learn(status)
         self.telemetry.finish_step()
-        self.phase = Phase.IDLE
         if status.complaints:
             said = self.channel.gather("complaint", step.complaint)
             raise ContractError("\n".join(f"Rank {rank}: {text}" for rank, text in enumerate(said) if text))
@@ -647,10 +661,10 @@ class Reducer:
         first = not self.telemetry.steps
         step = self._step
         self.ledger.learn(
-            step.fires,
+            self.ledger.expected if step.shadow else step.fires,
             status.used,
-            first=first and self.options.rebuild,
-            static_graph=self.options.static_graph,
+            first=first and self.options.rebuild and not step.shadow,
+            static_graph=self.options.static_graph and not step.shadow,
             broken=bool(status.complaints),
         )
         self.weighing.end_backward()
@@ -716,6 +730,8 @@ class Reducer:
 
     def _complaint(self) -> str:
         """How this rank has broken a contract in this backward, if it has."""
+        if self._step.shadow:
+            return ""
         came = self._step.came_though_left_out
         if came:
             return (
