@@ -51,6 +51,9 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
     """Copies of tensors of one dtype, end to end, in one call; ``torch.cat`` wants each flattened first."""
+    if len(tensors) == 1:
+        # torch would hand out a view of it.
+        return tensors[0].reshape(-1).clone()
     return torch._utils._flatten_dense_tensors(list(tensors))
 
 

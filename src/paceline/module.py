@@ -193,6 +193,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._authoritative_rank = 0
         self._divide_by_initial_world_size = True
         self._ran_in_join = False
+        self._has_shadowed = False
         self._swap: Swap | None = None
         # Made on first use: a tensor kept for every wrapper would be one too many for most.
         self._anchor: Tensor | None = None
@@ -523,6 +524,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.sync_buffers(source=word.rank)
         if word.sync_gradients:
             self._reducer.shadow_backward()
+            self._has_shadowed = True
 
     def sync_final_model(self, *, is_last_joiner: bool) -> None:
         """Give all ranks the model of the highest rank that trained to the end."""
@@ -536,6 +538,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             tensors += self._buffer_sync.named().values()
         self.broadcast_tensors(tensors, source=source)
         reducer.weighing.by_participants = False
+        if self._has_shadowed:
+            # The others' gradients served the optimizers inside join(); they are not this rank's to add to.
+            self._has_shadowed = False
+            for slot in reducer.trainable():
+                slot.param.grad = None
         _torch.leave_join(self)
 
     # -- the rest of a module ------------------------------------------------------------------------

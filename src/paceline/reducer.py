@@ -72,8 +72,9 @@ class _Step:
     syncing: bool = False
     create_graph: bool = False
     observing: bool = False
-    shadow: bool = False
-    """This rank has run out of inputs: nothing to learn from, and no contract to hold it to."""
+    telling: bool = True
+    """Shows what a backward of this module is like: not on a rank that has run out of inputs, nor while another
+    wrapper has some of the parameters. Else there is nothing to learn, and no contract to hold it to."""
     scale: float = 1.0
     next_bucket: int = 0
     complaint: str = ""
@@ -123,6 +124,7 @@ class Reducer:
         self._unused_hint: frozenset[int] | None = None
         self._left_out: frozenset[int] = frozenset()
         self._order_seen: list[int] | None = None
+        self._is_first = True
         self.adopt(roster)
 
     @property
@@ -143,6 +145,8 @@ class Reducer:
             # A graph made before may still bring it a gradient.
             known[key].owned = False
         self._left_out = frozenset()
+        # Whatever was learnt of other parameters does not hold for these.
+        self._order_seen, self._is_first = None, True
         self.first_plan = make_plan(roster.specs, caps_bytes=self.options.caps_bytes)
         self._use(self.first_plan)
         self.listen()
@@ -279,7 +283,7 @@ class Reducer:
         step = self._step = _Step(
             syncing,
             create_graph,
-            observing=syncing and not self.telemetry.steps,
+            observing=syncing and self._is_first,
             fires=[0] * len(self._slots),
             left=self.ledger.expected.copy(),
         )
@@ -303,6 +307,7 @@ class Reducer:
             for slot in self._slots:
                 if not slot.owned:
                     step.left[slot.place] = 0
+                    step.telling = False
         if 0 in step.left:
             step.bucket_left = [sum(1 for s in b.slots if step.left[s.place]) for b in self._buckets]
         else:
@@ -538,7 +543,7 @@ class Reducer:
             slot.param.grad = None
         self.ledger.used = [0.0] * len(self._slots)
         self._begin(syncing=True)
-        self._step.shadow = True
+        self._step.telling = False
         self.weighing.take_no_part()
         with self._told_to_others():
             self._finish()
@@ -658,13 +663,13 @@ class Reducer:
 
     def _learn(self, status: Status) -> None:
         """Remember what this backward showed: how often gradients come, in which order, which are unused."""
-        first = not self.telemetry.steps
+        first, self._is_first = self._is_first, False
         step = self._step
         self.ledger.learn(
-            self.ledger.expected if step.shadow else step.fires,
+            step.fires if step.telling else self.ledger.expected,
             status.used,
-            first=first and self.options.rebuild and not step.shadow,
-            static_graph=self.options.static_graph and not step.shadow,
+            first=first and self.options.rebuild and step.telling,
+            static_graph=self.options.static_graph and step.telling,
             broken=bool(status.complaints),
         )
         self.weighing.end_backward()
@@ -730,7 +735,7 @@ class Reducer:
 
     def _complaint(self) -> str:
         """How this rank has broken a contract in this backward, if it has."""
-        if self._step.shadow:
+        if not self._step.telling:
             return ""
         came = self._step.came_though_left_out
         if came:

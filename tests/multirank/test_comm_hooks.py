@@ -234,7 +234,6 @@ def _boom(future):
     raise ValueError("boom in then")
 
 
-@ours_only
 def test_an_exception_in_a_then_surfaces(ranks):
     ranks(_chained)
 
@@ -281,7 +280,6 @@ def _hook_and_accumulation(rank, world_size):
     assert len(calls) == 3
 
 
-@ours_only
 def test_hook_is_not_called_in_no_sync(ranks):
     ranks(_hook_and_accumulation)
 

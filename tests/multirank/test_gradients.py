@@ -595,7 +595,6 @@ def _gradient_penalty_on_input(rank, world_size):
     compare_with_reference(rank, world_size, _mlp, step)
 
 
-@ours_only
 def test_gradient_penalty_on_the_input(ranks):
     ranks(_gradient_penalty_on_input)
 

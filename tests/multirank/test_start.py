@@ -382,7 +382,6 @@ def _wrap_one(rank, world_size):
     assert_in_sync(ddp.module)
 
 
-@ours_only
 def test_ranks_with_different_pasts():
     # A rank that is replaced (elastic training) meets others that have been training for long.
     with RankPool() as pool:

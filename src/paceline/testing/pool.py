@@ -23,8 +23,11 @@ import torch.distributed as dist
 from paceline.testing._rank import CLEAN, CLEAN_UP, Answer, Job, rank_main
 
 _LOCALHOST = "127.0.0.1"
-# How long a rank has to write its stacks once asked, and to end once killed.
-_STACKS_S = 0.5
+# A stuck rank's log is looked at this often, and at most this long, for the stacks it was asked for.
+_STACKS_S = 0.2
+_STACKS_LIMIT_S = 5.0
+# How long a rank that closed its connection has to be gone, for its exit code.
+_DEATH_S = 2.0
 _LOG_TAIL_CHARS = 8000
 
 
@@ -190,15 +193,20 @@ class RankPool:
     def _stuck(self, waiting: dict[int, _Rank]) -> dict[int, RankFailure]:
         for process in waiting.values():
             process.ask_for_stacks()
-        # A rank does not say when its stacks are written; this pause is only on the way to an error.
-        time.sleep(_STACKS_S)
+        # Stacks end with the oldest frame, not with a mark: they are whole once the log has stopped growing.
+        deadline = time.monotonic() + _STACKS_LIMIT_S
+        before: list[int] = []
+        sizes = [process.log_bytes() for process in waiting.values()]
+        while (sizes != before or not all(sizes)) and time.monotonic() < deadline:
+            time.sleep(_STACKS_S)
+            before, sizes = sizes, [process.log_bytes() for process in waiting.values()]
         return {
             rank: RankFailure(rank, "", "stuck: it gave no answer in time", process.log_tail())
             for rank, process in waiting.items()
         }
 
     def _died(self, rank: int, process: _Rank) -> RankFailure:
-        process.process.join(_STACKS_S)
+        process.process.join(_DEATH_S)
         code = process.process.exitcode
         return RankFailure(rank, "", f"its process ended (exit code {code})", process.log_tail())
 
@@ -244,8 +252,14 @@ class _Rank:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
 
+    def log_bytes(self) -> int:
+        """How much it printed in this run."""
+        return os.path.getsize(self._log_path) - self._log_seen if os.path.exists(self._log_path) else 0
+
     def log_tail(self) -> str:
         """What it printed in this run."""
+        if not os.path.exists(self._log_path):
+            return ""
         with open(self._log_path, encoding="utf-8", errors="replace") as log:
             log.seek(self._log_seen)
             return log.read()[-_LOG_TAIL_CHARS:]
