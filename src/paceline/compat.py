@@ -217,7 +217,7 @@ class TorchNames:
 
     def _setup_in_backward_optimizers(self: Any) -> None:
         """Take over optimizers that run in backward; happens by itself when a backward begins."""
-        self._reducer._take_optimizers()
+        self._reducer.take_optimizers()
 
     def _passing_sync_batchnorm_handle(self: Any, module: nn.Module) -> None:
         """paceline.SyncBatchNorm finds its group by itself and runs on any device: nothing to pass or to check."""
@@ -230,8 +230,7 @@ class TorchNames:
 
     def _fire_reducer_autograd_hook(self: Any, idx: int, *unused: Any) -> None:
         """Say that the gradient of the ``idx``-th trainable parameter is ready; inside a backward."""
-        slot = self._reducer.trainable()[idx]
-        self._reducer._inbox._hook(slot)(slot.param)
+        self._reducer.announce(self._reducer.trainable()[idx])
 
     def _register_delay_all_reduce_hook(
         self: Any, bucket_cap_mb: Any, param_to_hook_all_reduce: Any, device_ids: Any

@@ -48,15 +48,18 @@ class Inbox:
             self._handles.pop(key).remove()
         for key, slot in slots.items():
             if key not in self._handles:
-                self._handles[key] = slot.param.register_post_accumulate_grad_hook(self._hook(slot))
+                self._handles[key] = slot.param.register_post_accumulate_grad_hook(self.hook(slot))
 
     def stop_listening(self) -> None:
         _remove_all(self._handles)
 
-    def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
+    def hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        """What autograd calls when the slot's gradient is ready."""
         slots, append = self._slots, self._slots.append
 
         def grad_ready(param: Tensor) -> None:
+            if not slot.owned:
+                return
             append(slot)
             if slot.prompt or len(slots) >= self.limit:
                 reader = self._reader()

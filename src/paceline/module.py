@@ -259,6 +259,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._reducer.channel.size > 1:
             self._reducer.channel.report("forward", error)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """What happens before the module runs: buffers, inputs, the word inside ``join``."""
         reducer = self._reducer
@@ -289,6 +290,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         with self.inside_forward():
             return self.module(*inputs, **kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def post_forward(self, output: Any) -> Any:
         """What happens after the module ran: see to it that a backward of its output is noticed."""
         if self._runs_buffer_hook(BufferHookLocation.POST_FORWARD):
@@ -584,7 +586,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return TorchReducer(self._reducer)
 
     def __getstate__(self) -> dict[str, Any]:
-        choose_group(None, None)
+        if self.process_group is not choose_group(None, None):
+            raise StateError(
+                "A wrapper can be copied or pickled only with the default process group: the copy would not find its "
+                "own. Copy its module and wrap that."
+            )
         state = self.__dict__.copy()
         for name in ("process_group", "_reducer", "_buffer_sync", "_swap", "_anchor", "logger"):
             state.pop(name, None)

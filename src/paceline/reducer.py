@@ -254,7 +254,11 @@ class Reducer:
 
         ``probe`` is a leaf of that output: ``autograd.grad`` does not reach it, and is none of our business.
         """
-        if self.phase is not Phase.BACKWARD and self.active and _torch.will_execute(probe):
+        if self.phase is Phase.BACKWARD or not self.active:
+            return
+        if self._shares and not any(slot.owned for slot in self._slots):
+            return
+        if _torch.will_execute(probe):
             with self._told_to_others():
                 self._start_backward(through_forward=True)
 
@@ -270,7 +274,7 @@ class Reducer:
         if self.roster.changed() or any(bucket.is_outdated() for bucket in self._buckets):
             self._replan()
         if _torch.optimizers_in_backward() != self._n_in_backward:
-            self._take_optimizers()
+            self.take_optimizers()
         if syncing and self._order_seen is not None:
             self._rebuild()
         self.telemetry.current.backward_start_ns = now_ns()
@@ -330,7 +334,7 @@ class Reducer:
             )
         return False
 
-    def _take_optimizers(self) -> None:
+    def take_optimizers(self) -> None:
         """Optimizers that run in backward are to find the averaged gradient: from now on we call them."""
         self._n_in_backward = _torch.optimizers_in_backward()
         for slot in self._slots:
@@ -361,6 +365,10 @@ class Reducer:
             raise StateError(f"No trainable parameter is left ({reason}); there is nothing to synchronise.")
 
     # -- gradients become ready ----------------------------------------------------------------------
+
+    def announce(self, slot: Slot) -> None:
+        """Say that a slot's gradient is ready, as autograd does; for who drives backward in another way."""
+        self._inbox.hook(slot)(slot.param)
 
     def gradients_ready(self) -> None:
         """Look at what is in the inbox: absorb it, and send the buckets that are complete."""
@@ -491,6 +499,7 @@ class Reducer:
             # All ranks raise it together, with nothing under way: the next step may go on.
             self.phase = Phase.IDLE
             self.last_error = str(error)
+            self._forget_step()
             raise
         except BaseException as error:
             self.phase = Phase.BROKEN
@@ -500,13 +509,20 @@ class Reducer:
 
     def interrupt_backward(self) -> None:
         """The backward that was running raised an exception; the caller sees that one."""
-        self._inbox.take()
-        self._inbox.limit = 1
-        for slot in self._slots:
-            slot.forget()
+        self._forget_step()
         if self.phase is Phase.BACKWARD:
             self.channel.report("backward", None)
             self.phase = Phase.INTERRUPTED
+
+    def _forget_step(self) -> None:
+        """Drop what a backward that came to nothing has left behind."""
+        self._inbox.take()
+        self._inbox.limit = 1
+        self.ledger.used = [0.0] * len(self._slots)
+        self.weighing.end_backward()
+        for slot in self._slots:
+            slot.base = None
+            slot.forget()
 
     def check_usable(self) -> None:
         remedy = "Start the job again, or build a new process group and wrapper."
@@ -600,6 +616,7 @@ class Reducer:
             if self._step.fires[slot.place] and slot.param.grad is not None:
                 self.ledger.used[slot.place] = 1.0
         reduce = blocking_sum(self.courier.group)
+        self.telemetry.sent_bytes = self.plan.size_bytes
         numbers: Tensor | None = None
         averaged: list[tuple[Bucket, list[Tensor]]] = []
         for bucket in self._buckets:
