@@ -441,3 +441,12 @@ def _dump_DDP_relevant_env_vars() -> str:
 
 
 produces_sparse_gradient = makes_sparse_gradients
+
+
+def register_as_torch_s_class(ours: type) -> None:
+    """Let ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` hold for our class.
+
+    Code that asks it wants to know whether there is a ``module.`` prefix to strip, or gradients are synchronised:
+    torch.distributed.checkpoint does, and so do trainers. Only what is asked of our own instances changes.
+    """
+    nn.parallel.DistributedDataParallel.register(ours)

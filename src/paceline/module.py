@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from paceline import _torch, hooks
 from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
-from paceline.compat import TorchNames, TorchReducer
+from paceline.compat import TorchNames, TorchReducer, register_as_torch_s_class
 from paceline.control import OPTION, Channel
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.exchange import hook_name
@@ -183,8 +183,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             stable_storage=self.gradient_as_bucket_view,
             copy_in_batches=self.batched_grad_copy,
         )
-        self._reducer = Reducer(roster, group=self.process_group, channel=channel, options=options, reread=reread)
         self._buffer_sync = BufferSync(self.module, ignored=frozenset(self.parameters_to_ignore))
+        if verify:
+            channel.agree("parameters or options", self._option_rows() + roster.rows(), SPEC_FIELDS)
+        # Only now: a wrapper that could not be made must not leave hooks on the module.
+        self._reducer = Reducer(roster, group=self.process_group, channel=channel, options=options, reread=reread)
         self._hook_names: list[str] = []
         self._iterations = 0
         self._sample_rate = 100
@@ -197,10 +200,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._swap: Swap | None = None
         # Made on first use: a tensor kept for every wrapper would be one too many for most.
         self._anchor: Tensor | None = None
-        if verify:
-            channel.agree("parameters or options", self._option_rows() + roster.rows(), SPEC_FIELDS)
-        self._take_over()
         _live_reducers.add(self._reducer)
+        self._take_over()
+        weakref.finalize(self._reducer, _give_back).atexit = False
 
     def _option_rows(self) -> list[list[Any]]:
         """The options that change what is communicated, for ranks to compare."""
@@ -237,7 +239,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def _take_over(self) -> None:
         """This wrapper is the one in use: others that share parameters with it leave those to it."""
         for other in list(_live_reducers):
-            if other is not self._reducer and other.shares_with(self._reducer):
+            if other is not self._reducer:
                 other.yield_to(self._reducer)
 
     # -- forward -------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         will_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if will_sync:
             self._count_iteration()
-        if DistributedDataParallel._active_ddp_module is None:
+        if reducer.shares and DistributedDataParallel._active_ddp_module is None:
             self._take_over()
         joining = _torch.is_joining(self)
         source = 0
@@ -301,7 +303,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not torch.is_grad_enabled() or not reducer.active:
             return output
         tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
-        probe = first_param_node(tensors, reducer.param_ids)
+        probe = first_param_node(tensors, reducer.reduces)
         if probe is None and self.module.training and self.require_backward_grad_sync:
             # No parameter in sight: unused on this rank, or hidden in a reentrant checkpoint.
             anchor = self._anchor_tensor()
@@ -607,6 +609,15 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.set_mixed_precision(mixed_precision)
 
 
+def _give_back() -> None:
+    """A wrapper is gone: parameters that it had taken over go to one that is left."""
+    taken: set[int] = set()
+    for reducer in list(_live_reducers):
+        taken |= reducer.owned_ids()
+    for reducer in list(_live_reducers):
+        taken |= reducer.own(reducer.param_ids - taken)
+
+
 def _backward_notice(ref: weakref.ref[Reducer], probe: Node) -> Callable[[Any], None]:
     """A hook for an output's node: a backward that would reach ``probe`` has begun."""
 
@@ -618,4 +629,5 @@ def _backward_notice(ref: weakref.ref[Reducer], probe: Node) -> Callable[[Any], 
     return noticed
 
 
+register_as_torch_s_class(DistributedDataParallel)
 DDP = DistributedDataParallel

@@ -108,9 +108,10 @@ class Placement:
                 "one device."
             )
         on_cpu = types == {"cpu"}
-        if device_ids and (on_cpu or len(devices) > 1):
+        if (device_ids or output_device) and (on_cpu or len(devices) > 1):
             raise BadArgumentError(
-                f"device_ids={device_ids!r} names one device, but the module's parameters are on "
+                f"device_ids={device_ids!r}, output_device={output_device!r} name one device, but the module's "
+                "parameters are on "
                 f"{', '.join(sorted(map(str, devices)))}. Leave device_ids and output_device out for CPU modules "
                 "and for modules on several devices."
             )

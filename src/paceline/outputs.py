@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ def unreachable_params(outputs: list[Tensor], params: list[Tensor]) -> frozenset
     return frozenset(missing)
 
 
-def first_param_node(outputs: list[Tensor], param_ids: Container[int]) -> Node | None:
+def first_param_node(outputs: list[Tensor], is_param: Callable[[Tensor], bool]) -> Node | None:
     """The node of some parameter that the autograd graph of ``outputs`` leads to; None if there is none.
 
     Stops at the first one, which in most models is a step or two away.
@@ -83,7 +83,7 @@ def first_param_node(outputs: list[Tensor], param_ids: Container[int]) -> Node |
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in param_ids:
+        if variable is not None and is_param(variable):
             return node
         stack.extend(child for child, _ in node.next_functions if child is not None)
     return None

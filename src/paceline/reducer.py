@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -119,7 +119,8 @@ class Reducer:
         self._step = _Step()
         self._slots_by_id: dict[int, Slot] = {}
         self._needed_alone = False
-        self._shares = False
+        self.shares = False
+        """Another wrapper has, or had, some of the same parameters."""
         self._warned_of_eval = False
         self._unused_hint: frozenset[int] | None = None
         self._left_out: frozenset[int] = frozenset()
@@ -179,8 +180,11 @@ class Reducer:
         self._n_in_backward = 0
 
     @property
-    def param_ids(self) -> Container[int]:
-        return self._slots_by_id.keys()
+    def param_ids(self) -> set[int]:
+        return set(self._slots_by_id)
+
+    def reduces(self, param: Tensor) -> bool:
+        return id(param) in self._slots_by_id
 
     @property
     def active(self) -> bool:
@@ -239,13 +243,20 @@ class Reducer:
 
     def yield_to(self, other: Reducer) -> None:
         """Let ``other``, a wrapper of some of the same parameters, reduce those."""
-        for key in self._slots_by_id.keys() & other._slots_by_id.keys():
-            self._slots_by_id[key].owned = False
-            other._slots_by_id[key].owned = True
-        self._shares = other._shares = True
+        shared = self.param_ids & other.param_ids
+        if shared:
+            self.shares = other.shares = True
+            for key in shared:
+                self._slots_by_id[key].owned = False
+            other.own(shared)
 
-    def shares_with(self, other: Reducer) -> bool:
-        return not self._slots_by_id.keys().isdisjoint(other._slots_by_id.keys())
+    def own(self, param_ids: set[int]) -> set[int]:
+        for key in param_ids:
+            self._slots_by_id[key].owned = True
+        return param_ids
+
+    def owned_ids(self) -> set[int]:
+        return {key for key, slot in self._slots_by_id.items() if slot.owned}
 
     # -- a backward begins ---------------------------------------------------------------------------
 
@@ -256,7 +267,7 @@ class Reducer:
         """
         if self.phase is Phase.BACKWARD or not self.active:
             return
-        if self._shares and not any(slot.owned for slot in self._slots):
+        if self.shares and not any(slot.owned for slot in self._slots):
             return
         if _torch.will_execute(probe):
             with self._told_to_others():
@@ -307,7 +318,7 @@ class Reducer:
                 if place is not None:
                     step.left[place] = 0
             self._unused_hint = None
-        if self._shares:
+        if self.shares:
             for slot in self._slots:
                 if not slot.owned:
                     step.left[slot.place] = 0
@@ -664,7 +675,7 @@ class Reducer:
 
     def _hand_out(self, status: Status) -> None:
         """Give every parameter its gradient back: averaged if anybody used it, untouched if nobody did."""
-        special = self._shares or self._n_in_backward or status.weighing
+        special = self.shares or self._n_in_backward or status.weighing
         if self._status_code.is_usual(status) and not special:
             for slot in self._slots:
                 slot.param.grad = slot.view

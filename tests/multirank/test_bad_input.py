@@ -127,6 +127,10 @@ def device_ids_for_cpu(rank):
     DDP(nn.Linear(2, 2), device_ids=[0])
 
 
+def output_device_for_cpu(rank):
+    DDP(nn.Linear(2, 2), output_device=1)
+
+
 def delayed_without_hook_parameter(rank):
     model = nn.Linear(2, 2)
     DDP(model, delay_all_reduce_named_params=[("weight", model.weight)])
@@ -140,6 +144,7 @@ WRONG_VALUES = [
     (zero_cap_in_list, "bucket_cap_mb_list"),
     (mixed_devices, "meta"),
     (device_ids_for_cpu, "device_ids"),
+    (output_device_for_cpu, "output_device"),
     (delayed_without_hook_parameter, "param_to_hook_all_reduce"),
 ]
 

@@ -506,3 +506,16 @@ def _garbage(rank, world_size):
 
 def test_a_dropped_wrapper_is_collected_and_its_module_is_plain_again(ranks):
     ranks(_garbage)
+
+
+def _checkpoint_keys(rank, world_size):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    ddp = DDP(nn.Linear(2, 2))
+    assert isinstance(ddp, nn.parallel.DistributedDataParallel)
+    return sorted(get_model_state_dict(ddp))
+
+
+def test_torch_s_checkpoints_know_the_wrapper(ranks):
+    """They strip its prefix, which they do for what is an instance of torch's class."""
+    assert ranks(_checkpoint_keys) == [["bias", "weight"]] * 2
