@@ -184,21 +184,6 @@ def test_dense_means_without_holes_or_overlap(tensor: Tensor, dense: bool) -> No
     assert is_dense(tensor) == dense
 
 
-def test_a_cast_parameter_makes_a_bucket_outdated() -> None:
-    module = nn.Linear(2, 2)
-    bucket = _bucket([module.weight, module.bias])
-    assert not bucket.is_outdated()
-    module.double()
-    assert bucket.is_outdated()
-
-
-def test_a_cast_of_a_part_of_the_module_makes_a_bucket_outdated() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    bucket = _bucket([*first.parameters(), *second.parameters()])
-    second.double()
-    assert bucket.is_outdated()
-
-
 def test_a_bucket_is_described_by_its_first_parameters() -> None:
     assert _bucket([_param(1)] * 2).describe() == "bucket 0 (p0, p1)"
     assert _bucket([_param(1)] * 5).describe() == "bucket 0 (p0, p1, p2, ...)"
@@ -217,13 +202,10 @@ def _at_rest(bucket: Bucket) -> list[nn.Parameter]:
 def test_nobody_keeps_a_gradient_that_was_only_in_its_place() -> None:
     bucket = _bucket([_param(2), _param(3)], tail_numel=1)
     assert not bucket.is_kept_by_somebody()
-    assert bucket.is_let_go()
-    params = _at_rest(bucket)
-    assert not bucket.is_let_go()
-    for param in params:
+    for param in _at_rest(bucket):
+        assert not bucket.is_kept_by_somebody()
         param.grad = None
     assert not bucket.is_kept_by_somebody()
-    assert bucket.is_let_go()
 
 
 @pytest.mark.parametrize(
@@ -242,10 +224,8 @@ def test_a_gradient_that_somebody_keeps_is_noticed(keep: Any) -> None:
     bucket = _bucket([_param(2), _param(3)])
     params = _at_rest(bucket)
     kept = keep(params[1].grad)
+    assert not bucket.is_kept_by_somebody()  # its parameter has not let go of it: it is the gradient itself
     params[1].grad = None
-    assert not bucket.is_let_go()  # the other one is still in place
-    params[0].grad = None
-    assert bucket.is_let_go()
     assert bucket.is_kept_by_somebody()
     del kept
     assert not bucket.is_kept_by_somebody()
@@ -261,15 +241,19 @@ def test_a_copy_is_not_keeping() -> None:
     del copied, norm
 
 
-def test_a_released_bucket_leaves_kept_gradients_as_they_are() -> None:
+def test_renewing_leaves_kept_gradients_and_moves_those_in_use() -> None:
     bucket = _bucket([_param(2), _param(3)], tail_numel=1)
     _views(bucket)[0].fill_(4)
-    kept = _at_rest(bucket)[0].grad
-    bucket.release()
-    assert bucket.flat is bucket.payload is bucket.tail is None
-    assert all(slot.view is None for slot in bucket.slots)
+    _views(bucket)[1].fill_(5)
+    first, second = _at_rest(bucket)
+    kept, first.grad = first.grad, None
+    bucket.renew(empty_flat)
+    assert first.grad is None
+    assert second.grad is bucket.slots[1].view
+    assert second.grad.tolist() == [5.0, 5.0, 5.0]
+    assert bucket.tail is not None
+    assert bucket.tail.numel() == 1
     assert not bucket.is_kept_by_somebody()
-    bucket.allocate(empty_flat)
     _views(bucket)[0].fill_(9)
     assert kept is not None
     assert kept.tolist() == [4.0, 4.0]

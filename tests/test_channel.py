@@ -342,8 +342,8 @@ class _RetractedInBetween:
 
     def check(self, keys: list[str]) -> bool:
         seen = self._store.check(keys)
-        if seen and "failure" in keys:
-            self._store.delete_key("failure")
+        if seen and "failure/1" in keys:
+            self._store.set("failure/1", "")
         return bool(seen)
 
     def __getattr__(self, name: str) -> Any:

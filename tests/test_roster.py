@@ -201,3 +201,13 @@ def test_a_cast_is_put_in_words() -> None:
     roster = _roster(net)
     net.first.double()
     assert roster.difference(_roster(net)) == ("'first.bias' was cast to float64; 'first.weight' was cast to float64")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_cast_of_a_part_of_the_module_is_a_change(which: int) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    roster = Roster(module, ignored=frozenset())
+    assert not roster.changed()
+    module[which].double()
+    assert roster.changed()
+    assert f"'{which}.weight' was cast to float64" in roster.difference(Roster(module, ignored=frozenset()))

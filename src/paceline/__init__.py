@@ -6,7 +6,9 @@ The layout, in the order in which data flows:
 - ``roster``: which parameters of a module take part, and whether that has changed
 - ``bucket``: flat storage that gradients live in; what a comm hook receives
 - ``exchange``: how a bucket crosses the ranks; ``status``: what ranks say with the last one
-- ``reducer``: the phases of a step; ``higher_order``: ``create_graph=True``; ``telemetry``: when things happened
+- ``reducer``: the phases of a step, with ``inbox`` (gradients that are ready), ``ledger`` (what is known of them),
+  ``courier`` (sends buckets), ``weighing``, ``watch`` (the end of backward), ``higher_order`` (``create_graph=True``)
+  and ``telemetry`` (when things happened)
 - ``module``: :class:`DistributedDataParallel`, which connects them; ``options``, ``outputs``, ``buffers``,
   ``join``, ``precision``: its parts; ``compat``, ``logging_data``, ``messages``: torch's names for them
 - ``hooks``: comm hooks; ``sync_batchnorm``

@@ -6,13 +6,16 @@ checked by reading this file.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from types import CodeType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
@@ -153,3 +156,38 @@ def pytree_unflatten(leaves: list[Any], spec: Any) -> Any:
 def accumulate_grad_node(param: Tensor) -> Node:
     """The node that adds to ``param.grad`` (public since torch 2.4 as ``get_gradient_edge``)."""
     return torch.autograd.graph.get_gradient_edge(param).node
+
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+def skipped_by_compiler(function: AnyFunction) -> AnyFunction:
+    """torch.compile runs this function as it is, and compiles what it calls.
+
+    ``torch.compiler.disable(recursive=False)`` does the same, but imports the whole compiler at once: more than
+    a second for everybody who imports us.
+    """
+    _skip(function.__code__)
+    return function
+
+
+def hidden_from_compiler(function: AnyFunction) -> AnyFunction:
+    """torch.compile runs this function, and all it calls, as it is; ``torch.compiler.disable``, but on first use."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    _skip(cast(Any, run).__code__)
+    return cast(AnyFunction, run)
+
+
+def _skip(code: CodeType) -> None:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(code, strategy)

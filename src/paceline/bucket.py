@@ -45,6 +45,11 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def dense_stride(param: Tensor) -> tuple[int, ...]:
+    """The strides of a parameter's gradient: its own, or where those leave holes the nearest without."""
+    return param.stride() if is_dense(param) else torch.empty_like(param, device="meta").stride()
+
+
 class Slot:
     """A parameter's place in a bucket, and whether its gradient is there already."""
 
@@ -167,7 +172,6 @@ class Bucket:
     def __init__(self, spec: BucketSpec, slots: Sequence[Slot]) -> None:
         self.spec = spec
         self.slots = tuple(slots)
-        self._dtype = self.slots[0].param.dtype
         self.flat: Tensor | None = None
         self.payload: Tensor | None = None
         self.tail: Tensor | None = None
@@ -194,27 +198,28 @@ class Bucket:
         self._users_at_rest = _torch.storage_users(self.flat)
         self._refs_at_rest = list(map(sys.getrefcount, self._views))
 
-    def is_outdated(self) -> bool:
-        """Whether its parameters were cast since it was planned (looks at one: a cast takes whole modules)."""
-        return self.slots[0].param.dtype is not self._dtype
-
     def is_kept_by_somebody(self) -> bool:
-        """Whether the user kept a gradient: the very tensor, or another one on the same storage."""
-        return self.flat is not None and (
-            _torch.storage_users(self.flat) != self._users_at_rest
-            or list(map(sys.getrefcount, self._views)) != self._refs_at_rest
+        """Whether the user kept a gradient that its parameter has let go of: it is his to keep."""
+        if self.flat is None:
+            return False
+        held = list(map(sys.getrefcount, self._views)) != self._refs_at_rest
+        if not held and _torch.storage_users(self.flat) == self._users_at_rest:
+            return False
+        # The very tensor, or another one on the same storage, which could be of any slot.
+        aliased = _torch.storage_users(self.flat) != self._users_at_rest
+        return any(
+            slot.param.grad is not slot.view and (aliased or sys.getrefcount(slot.view) > count)
+            for slot, count in zip(self.slots, self._refs_at_rest, strict=True)
         )
 
-    def is_let_go(self) -> bool:
-        """Whether no parameter has its gradient in this storage."""
-        return all(slot.param.grad is not slot.view for slot in self.slots)
-
-    def release(self) -> None:
-        """Let go of the storage; whoever holds a gradient on it keeps it alive."""
-        self.flat = self.payload = self.tail = None
-        self._runs, self._views = [], []
-        for slot in self.slots:
-            slot.view = None
+    def renew(self, allocator: Allocator) -> None:
+        """Move to new storage; whoever holds a gradient on the old one keeps it."""
+        assert self.flat is not None
+        old_views = [slot.view for slot in self.slots]
+        self.allocate(allocator, tail_numel=self.flat.numel() - self.spec.numel)
+        for slot, old in zip(self.slots, old_views, strict=True):
+            if slot.param.grad is old and old is not None and slot.view is not None:
+                slot.param.grad = slot.view.copy_(old)
 
     def _deferred_runs(self) -> list[Tensor]:
         """The stretches of the buffer that consist of deferred slots: each is scaled in one call."""
@@ -280,9 +285,8 @@ def _alias(flat: Tensor, offset: int, param: Tensor) -> Tensor:
 
     Not a view in autograd's sense: users may call ``detach_()`` or ``requires_grad_()`` on a gradient.
     """
-    stride = param.stride() if is_dense(param) else torch.empty_like(param, device="meta").stride()
     alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, param.shape, stride)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, param.shape, dense_stride(param))
 
 
 class GradBucket:
@@ -310,11 +314,10 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """The parts of :meth:`buffer`, shaped as the parameters."""
+        buffer, start = self._buffer, self._buffer.storage_offset()
         slots, offsets = self._bucket.slots, self._bucket.spec.offsets
         return [
-            self._buffer[offset : offset + slot.param.numel()].view(slot.param.shape)
-            if slot.param.is_contiguous()
-            else self._buffer.as_strided(slot.param.shape, slot.param.stride(), self._buffer.storage_offset() + offset)
+            buffer.as_strided(slot.param.shape, dense_stride(slot.param), start + offset)
             for slot, offset in zip(slots, offsets, strict=True)
         ]
 

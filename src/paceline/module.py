@@ -245,7 +245,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     # -- forward -------------------------------------------------------------------------------------
 
     # The compiler enters the module, not this bookkeeping around it.
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @_torch.skipped_by_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with record_function("DistributedDataParallel.forward"):
             try:
@@ -261,7 +261,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._reducer.channel.size > 1:
             self._reducer.channel.report("forward", error)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_torch.hidden_from_compiler
     def pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """What happens before the module runs: buffers, inputs, the word inside ``join``."""
         reducer = self._reducer
@@ -292,7 +292,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         with self.inside_forward():
             return self.module(*inputs, **kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_torch.hidden_from_compiler
     def post_forward(self, output: Any) -> Any:
         """What happens after the module ran: see to it that a backward of its output is noticed."""
         if self._runs_buffer_hook(BufferHookLocation.POST_FORWARD):
@@ -555,6 +555,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Run forward and backward in low precision from now on; see :mod:`paceline.precision`."""
         self.mixed_precision = config
         self._swap = Swap(self.module, config, ignored=frozenset(self.parameters_to_ignore))
+        self._reducer.around_backward = self._swap
         self._reducer.courier.reduce_dtype = config.reduce_dtype or config.param_dtype
         self._reducer.activate()
         self.mark_mixed_precision()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -51,10 +53,13 @@ class Caps:
 
 
 def _cap_bytes(mb: Any, argument: str) -> int:
-    if isinstance(mb, bool) or not isinstance(mb, (int, float)):
+    if isinstance(mb, bool) or not isinstance(mb, numbers.Real):
         raise BadTypeError(f"{argument} must be a number of MiB, not {mb!r}.")
-    if not mb > 0:
-        raise BadArgumentError(f"{argument} must be larger than 0 MiB, not {mb!r}. Leave it out for the default of 25.")
+    mb = float(mb)
+    if not 0 < mb < math.inf:
+        raise BadArgumentError(
+            f"{argument} must be a finite number of MiB larger than 0, not {mb!r}. Leave it out for the default of 25."
+        )
     return max(1, int(mb * MB))
 
 

@@ -18,7 +18,8 @@ _RRef: type | None = getattr(rpc, "RRef", None)
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in nested containers, dataclasses, RRefs this rank owns, and objects with attributes."""
-    seen: set[int] = set()
+    # Kept alive while we look: a container made on demand would leave its id to the next one.
+    seen: dict[int, Any] = {}
     stack = [value]
     while stack:
         item = stack.pop()
@@ -27,7 +28,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             continue
         if isinstance(item, _LEAVES) or id(item) in seen:
             continue
-        seen.add(id(item))
+        seen[id(item)] = item
         stack.extend(reversed(_children(item)))
 
 

@@ -2,8 +2,8 @@
 
 While a module's forward runs, each of its parameters is replaced by its cast, which is part of the autograd
 graph: gradients come back through the cast in full precision by themselves. The swap happens around every
-module's call, not only the root's, so that a checkpointed layer that runs again in backward finds low-precision
-parameters too.
+module's call, not only the root's, and for the length of a backward, so that what checkpointing runs again finds
+low-precision parameters too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,19 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 
 class Swap:
-    """Puts low-precision parameters into ``module`` while any part of it runs."""
+    """Puts low-precision parameters into ``module`` while any part of it runs, and while backward does.
+
+    As a context manager it stands for a backward: what is recomputed there may read parameters without calling
+    a module.
+    """
 
     def __init__(self, module: nn.Module, config: Any, *, ignored: frozenset[str]) -> None:
         self._dtype: torch.dtype | None = config.param_dtype
         self._root = module
         self._ignored = {id(param) for name, param in module.named_parameters() if name in ignored}
-        self._depth = 0
+        self._running: list[object] = []
         self._replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._casts: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         if config.buffer_dtype is not None:
             self._cast_buffers(config.buffer_dtype, ignored)
@@ -59,30 +64,50 @@ class Swap:
                     owner._buffers[key] = buffer.to(dtype)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._depth += 1
-        if self._depth == 1:
+        self._running.append(module)
+        if len(self._running) == 1:
+            self._casts.clear()
             self._replace(module)
         if module is self._root and self._dtype is not None:
             return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
         return None
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        # Called even if a hook before ours raised, so that this call was never entered.
+        if self._running and self._running[-1] is module:
+            self._running.pop()
+            self._restore_if_idle()
+
+    def __enter__(self) -> Swap:
+        """A backward begins: the casts of its forward, if they are still here, else new ones."""
+        self._running.append(self)
+        if len(self._running) == 1 and self._dtype is not None:
+            with torch.enable_grad():
+                self._replace(self._root)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self in self._running:
+            # Whatever was running inside a backward that raised is over as well.
+            del self._running[self._running.index(self) :]
+            self._casts.clear()
+            self._restore_if_idle()
+
+    def _restore_if_idle(self) -> None:
+        if not self._running:
             for place, key, param in self._replaced:
                 place[key] = param
             self._replaced.clear()
 
     def _replace(self, module: nn.Module) -> None:
         assert self._dtype is not None
-        casts: dict[int, Tensor] = {}
         for owner in module.modules():
             holder: dict[str, Any] = owner._parameters
             for key, param in holder.items():
                 if param is None or id(param) in self._ignored or not param.is_floating_point():
                     continue
-                if id(param) not in casts:
-                    casts[id(param)] = param.to(self._dtype)
+                if id(param) not in self._casts:
+                    self._casts[id(param)] = param.to(self._dtype)
                 self._replaced.append((holder, key, param))
         for place, key, param in self._replaced:
-            place[key] = casts[id(param)]
+            place[key] = self._casts[id(param)]

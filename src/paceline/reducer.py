@@ -108,6 +108,8 @@ class Reducer:
         """Whether the next backward synchronises (``no_sync``)."""
         self.forwards_pending = False
         """A forward has run whose backward has not: what it saved must stay as it is."""
+        self.around_backward: contextlib.AbstractContextManager[object] | None = None
+        """Entered when a backward begins and left when it has ended, in whatever way."""
         self.on_finish: list[Callable[[], None]] = []
         """Called once, when a synchronised backward is complete (buffer hooks' futures)."""
         self.phase = Phase.IDLE
@@ -282,7 +284,7 @@ class Reducer:
         self.check_usable()
         syncing = self.enabled and (through_forward or self.forwards_pending or self._is_training())
         BackwardWatch(self).start()
-        if self.roster.changed() or any(bucket.is_outdated() for bucket in self._buckets):
+        if self.roster.changed():
             self._replan()
         if _torch.optimizers_in_backward() != self._n_in_backward:
             self.take_optimizers()
@@ -294,6 +296,8 @@ class Reducer:
     def _begin(self, *, syncing: bool, create_graph: bool = False) -> None:
         """Set everything to the start of a backward."""
         self.phase = Phase.BACKWARD
+        if self.around_backward is not None:
+            self.around_backward.__enter__()
         self._inbox.limit = BATCH
         step = self._step = _Step(
             syncing,
@@ -358,9 +362,9 @@ class Reducer:
             if bucket.spec.sparse:
                 bucket.slots[0].view = None
                 continue
-            # A gradient of an earlier step that somebody kept is his, once the parameters have let go of it.
-            if not self.options.stable_storage and bucket.is_kept_by_somebody() and bucket.is_let_go():
-                bucket.release()
+            if not self.options.stable_storage and bucket.is_kept_by_somebody():
+                with torch.no_grad():
+                    bucket.renew(self._allocator)
             if bucket.flat is None:
                 # Room for the status even while a hook keeps it from riding there: hooks come and go.
                 bucket.allocate(self._allocator, tail_numel=self._status_code.numel if bucket is last else 0)
@@ -494,7 +498,7 @@ class Reducer:
         """The outermost backward has ended on this rank."""
         with self._told_to_others():
             self._take_in()
-            self._inbox.limit = 1
+            self._leave_backward()
             self.telemetry.current.backward_end_ns = now_ns()
             self.forwards_pending = False
             if self._step.syncing:
@@ -525,10 +529,15 @@ class Reducer:
             self.channel.report("backward", None)
             self.phase = Phase.INTERRUPTED
 
+    def _leave_backward(self) -> None:
+        self._inbox.limit = 1
+        if self.around_backward is not None:
+            self.around_backward.__exit__(None, None, None)
+
     def _forget_step(self) -> None:
         """Drop what a backward that came to nothing has left behind."""
         self._inbox.take()
-        self._inbox.limit = 1
+        self._leave_backward()
         self.ledger.used = [0.0] * len(self._slots)
         self.weighing.end_backward()
         for slot in self._slots:
@@ -573,9 +582,9 @@ class Reducer:
         self._step.telling = False
         self.weighing.take_no_part()
         with self._told_to_others():
+            self._leave_backward()
             self._finish()
             self.phase = Phase.IDLE
-        self._inbox.limit = 1
 
     def _finish(self) -> None:
         """Send what has not left, wait for everything, hand the averages out."""

@@ -19,7 +19,7 @@ from paceline.plan import ParameterSpec
 
 # The attribute that torch's `_set_params_and_buffers_to_ignore_for_model` leaves on a module.
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 SPEC_FIELDS = ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed"]
 
 
@@ -49,7 +49,9 @@ class Roster:
         # Where each parameter and submodule hangs: (dictionary, key, what is there).
         places: list[tuple[dict[str, Any], str, Any]] = []
         self._sized: list[dict[str, Any]] = []
+        samples: list[Tensor] = []
         for prefix, owner in module.named_modules():
+            samples += [param for param in owner._parameters.values() if param is not None][:1]
             self._sized += [owner._parameters, owner._modules]
             places += [(owner._modules, key, child) for key, child in owner._modules.items()]
             for key, param in owner._parameters.items():
@@ -64,6 +66,8 @@ class Roster:
         self._dicts = [place[0] for place in places]
         self._keys = [place[1] for place in places]
         self._held = [place[2] for place in places]
+        # A cast takes whole modules: one parameter of each tells.
+        self._samples, self._dtypes = samples, list(map(_dtype, samples))
         self._trainable = [param for param in self.params if param.requires_grad]
         self._frozen = [param for param in self.params if not param.requires_grad]
 
@@ -90,7 +94,7 @@ class Roster:
         )
 
     def changed(self) -> bool:
-        """Whether parameters were added, removed, replaced, frozen or unfrozen since this roster was made."""
+        """Whether parameters were added, removed, replaced, frozen, unfrozen or cast since this roster was made."""
         # A C-speed sweep: this runs in every backward.
         try:
             same = (
@@ -98,6 +102,7 @@ class Roster:
                 and all(map(is_, map(getitem, self._dicts, self._keys), self._held))
                 and all(map(_requires_grad, self._trainable))
                 and not any(map(_requires_grad, self._frozen))
+                and list(map(_dtype, self._samples)) == self._dtypes
             )
         except KeyError:
             return True

@@ -26,6 +26,7 @@ PATIENCE_S = 0.25
 # A rank that raised may catch its own exception and try again; it gets this long to take the news back.
 GRACE_S = 1.0
 MESSAGE_LIMIT = 2000
+SAME, DIFFER = "same", "differ"
 # Rows that begin so compare an option of the wrapper instead of a parameter.
 OPTION = "option "
 
@@ -69,7 +70,7 @@ class Channel:
         self._store = dist.PrefixStore(str(number), store)
         self._timeout_s = _torch.group_timeout_s(group)
         self._agreements = 0
-        self._reported = False
+        self._reports: list[int] = []
         self._generation = 0
 
     # -- agreement -----------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class Channel:
                 self._store.wait([key], timedelta(seconds=2 * PATIENCE_S))
                 return self._store.get(key).decode()
             except dist.DistStoreError:
-                self.raise_news(what)
+                self.raise_news(f"the comparison of {what}")
                 if time.monotonic() > deadline:
                     who = ", ".join(map(str, waits_for))
                     raise RankLostError(
@@ -148,30 +149,31 @@ class Channel:
     # -- failure -------------------------------------------------------------------------------------
 
     def report(self, where: str, error: BaseException | None) -> None:
-        """Tell the others that this rank raised. The first cause wins; never raises itself."""
+        """Tell the others that this rank raised; never raises itself."""
         name = type(error).__name__ if error is not None else "an exception"
         failure = Failure(self.rank, where, name, str(error)[:MESSAGE_LIMIT] if error is not None else "")
         try:
-            won = self._store.compare_set("failure", "", failure.encode())
-            self._reported = won.decode() == failure.encode()
-            # Ranks still in the constructor's agreement wait for its verdict, not for news.
-            self._store.compare_set(f"agree/{self._agreements}/verdict", "", failure.encode())
-        except (RuntimeError, dist.DistError):
+            number = self._store.add("failures", 1)
+            self._store.set(f"failure/{number}", failure.encode())
+            self._reports.append(number)
+        except dist.DistError:
             # The store's host may be gone: then the others see that by themselves.
-            self._reported = False
+            return
 
     def retract(self) -> None:
         """This rank goes on after all: the exception was caught and the step is being tried again."""
-        if self._reported:
-            self._store.delete_key("failure")
-            self._reported = False
+        while self._reports:
+            # Blanked, not deleted: another rank may be about to read it.
+            self._store.set(f"failure/{self._reports.pop()}", "")
 
     def news(self) -> Failure | None:
-        """Another rank's failure, if there is one."""
-        for key in ("failure", "given_up"):
+        """The first failure of another rank that stands."""
+        keys = [f"failure/{n}" for n in range(1, self._store.add("failures", 0) + 1)]
+        for key in [*keys, "given_up"]:
             if self._store.check([key]):
-                failure = Failure.decode(self._store.get(key))
-                return None if failure.rank == self.rank else failure
+                text = self._store.get(key)
+                if text and (failure := Failure.decode(text)).rank != self.rank:
+                    return failure
         return None
 
     def _give_up(self, failure: Failure) -> None:
@@ -179,8 +181,8 @@ class Channel:
         self._store.compare_set("given_up", "", failure.encode())
 
     def given_up(self) -> bool:
-        """Whether some rank has raised because of another's failure."""
-        return self._reported and self._store.check(["given_up"])
+        """Whether some rank has raised because of a failure of this one."""
+        return bool(self._reports) and self._store.check(["given_up"])
 
     def raise_news(self, doing: str) -> None:
         failure = self.news()
