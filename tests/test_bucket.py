@@ -184,6 +184,25 @@ def test_dense_means_without_holes_or_overlap(tensor: Tensor, dense: bool) -> No
     assert is_dense(tensor) == dense
 
 
+def _cast_a_part(rank: int, size: int, part: int) -> list[tuple[torch.dtype, torch.dtype]]:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ddp = paceline.DistributedDataParallel(module)
+    module[0].register_forward_hook(lambda layer, args, output: output.to(module[1].weight.dtype))
+    for step in range(3):
+        if step == 1:
+            ddp.zero_grad()
+            module[part].double()
+        ddp(torch.ones(1, 2, dtype=module[0].weight.dtype)).sum().backward()
+    return [(param.dtype, param.grad.dtype) for param in module.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_buckets_follow_a_cast_of_a_part_of_the_module(ranks: Callable[..., list[Any]], part: int) -> None:
+    wide, narrow = (torch.float64,) * 2, (torch.float32,) * 2
+    expected = [wide] * 2 + [narrow] * 2 if part == 0 else [narrow] * 2 + [wide] * 2
+    assert ranks(_cast_a_part, part) == [expected] * 2
+
+
 def test_a_bucket_is_described_by_its_first_parameters() -> None:
     assert _bucket([_param(1)] * 2).describe() == "bucket 0 (p0, p1)"
     assert _bucket([_param(1)] * 5).describe() == "bucket 0 (p0, p1, p2, ...)"

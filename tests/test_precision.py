@@ -370,6 +370,24 @@ def test_an_exception_in_a_recomputation_restores_the_parameters(reentrant: bool
     assert net.seen == [LOW, LOW]
 
 
+def test_a_backward_that_raises_restores_the_parameters() -> None:
+    net = Net()
+    swap = _swap(net)
+    with _parameters_stay(net), pytest.raises(BoomError), swap:
+        raise BoomError
+    with _parameters_stay(net):
+        assert net(_inputs()).dtype == LOW
+    assert net.seen == [LOW]
+
+
+def test_a_forward_inside_a_backward_leaves_the_parameters_low_until_it_ends() -> None:
+    net = Net()
+    swap = _swap(net)
+    with _parameters_stay(net), swap:
+        net(_inputs())
+        assert net.first.weight.dtype == LOW
+
+
 # -- casting -------------------------------------------------------------------------------------------
 
 

@@ -196,7 +196,6 @@ def test_a_swapped_module_is_a_change() -> None:
 
 
 def test_a_cast_is_put_in_words() -> None:
-    # It is the bucket that notices it: a cast changes neither the parameter objects nor what is trainable.
     net = Net()
     roster = _roster(net)
     net.first.double()
