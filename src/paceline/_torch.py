@@ -140,6 +140,11 @@ def take_optimizers_in_backward(param: Tensor) -> bool:
     return True
 
 
+def optimizers_of(param: Tensor) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that ``_apply_optimizer_in_backward`` put on the parameter."""
+    return param._in_backward_optimizers  # type: ignore[attr-defined]
+
+
 def pytree_flatten(tree: Any) -> tuple[list[Any], Any]:
     """``torch.utils.pytree`` is public only for its optree flavour; the tree's spec object is private."""
     from torch.utils import _pytree

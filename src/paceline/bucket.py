@@ -128,7 +128,7 @@ class Slot:
             if self.base is not None and view is not None:
                 view.add_(self.base)
             if self.steps_in_backward:
-                for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+                for optimizer in _torch.optimizers_of(param):
                     optimizer.step()
                 param.grad = None
         elif self.saved is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline import _torch
 from paceline.control import Channel
+from paceline.roster import ModuleTree
 
 
 class BufferHookLocation(enum.Enum):
@@ -103,6 +104,14 @@ def broadcast_in_place(
             chunk, size_bytes = [], 0
 
 
+class Place(NamedTuple):
+    """A buffer, its (first) full name, and every dictionary that holds it, with the key there."""
+
+    name: str
+    buffer: Tensor
+    holders: list[tuple[dict[str, Tensor | None], str]]
+
+
 class BufferSync:
     """Keeps the buffers of a module alike across ranks. Reads the module anew each time: buffers get reassigned."""
 
@@ -114,26 +123,25 @@ class BufferSync:
         self._visit()
 
     def _visit(self) -> None:
-        owners = [(prefix, owner) for prefix, owner in self._module.named_modules()]
-        self._holders = [(f"{prefix}." if prefix else "", owner._buffers) for prefix, owner in owners]
-        self._children = [owner._modules for _, owner in owners]
-        self._n_children = list(map(len, self._children))
+        self._tree = ModuleTree(self._module)
+        self._holders = [(f"{prefix}." if prefix else "", owner._buffers) for prefix, owner in self._tree.owners]
 
-    def places(self) -> list[tuple[dict[str, Tensor | None], str, str, Tensor]]:
-        """(dictionary that holds it, key in it, full name, buffer) of each buffer that takes part, as of now."""
-        if list(map(len, self._children)) != self._n_children:
+    def places(self) -> list[Place]:
+        """Each buffer that takes part, as of now."""
+        if self._tree.changed():
             self._visit()
-        seen: set[int] = set()
-        found = []
+        found: dict[int, Place] = {}
         for prefix, holder in self._holders:
             for key, buffer in holder.items():
-                if buffer is not None and id(buffer) not in seen and prefix + key not in self._ignored:
-                    seen.add(id(buffer))
-                    found.append((holder, key, prefix + key, buffer))
-        return found
+                if buffer is None or prefix + key in self._ignored:
+                    continue
+                if id(buffer) not in found:
+                    found[id(buffer)] = Place(prefix + key, buffer, [])
+                found[id(buffer)].holders.append((holder, key))
+        return list(found.values())
 
     def named(self) -> dict[str, Tensor]:
-        return {name: buffer for _, _, name, buffer in self.places()}
+        return {place.name: place.buffer for place in self.places()}
 
     def broadcast(self, *, source: int, group: dist.ProcessGroup, channel: Channel, keep_old: bool) -> None:
         """Give all ranks the buffers of rank ``source``.
@@ -143,9 +151,9 @@ class BufferSync:
         """
         self.wait()
         places = self.places()
-        for device in dict.fromkeys(buffer.device for *_, buffer in places):
-            here = [place for place in places if place[3].device == device]
-            message = Broadcast([place[3] for place in here], source=source, group=group, channel=channel)
+        for device in dict.fromkeys(place.buffer.device for place in places):
+            here = [place for place in places if place.buffer.device == device]
+            message = Broadcast([place.buffer for place in here], source=source, group=group, channel=channel)
             if dist.get_rank(group) == source:
                 self._on_its_way = message
                 continue
@@ -154,9 +162,11 @@ class BufferSync:
                 message.write()
                 continue
             values = {id(tensor): value for tensor, value in message.parts()}
-            for holder, key, _, buffer in here:
+            for place in here:
                 # A tensor of its own: the message would stay in memory with the last of its parts.
-                holder[key] = torch.empty_like(buffer).copy_(values[id(buffer)])
+                renewed = torch.empty_like(place.buffer).copy_(values[id(place.buffer)])
+                for holder, key in place.holders:
+                    holder[key] = renewed
 
     def wait(self) -> None:
         """Let the last broadcast that this rank sent come to its end."""

@@ -1,6 +1,6 @@
 """The names that code written for torch's class calls, each forwarding to ours.
 
-Nothing is implemented here. docs/from-torch.md lists what each does and where it lives.
+Little more than forwarding happens here. docs/from-torch.md lists what each does and where it lives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline import _torch, hooks
 from paceline.buffers import BufferHookLocation
-from paceline.errors import BadArgumentError, StateError
+from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.join import SILENCE, DDPJoinHook, Word, highest_rank
 from paceline.logging_data import logging_data
 from paceline.messages import unfinished_message
@@ -46,7 +46,7 @@ class TorchReducer:
         return self._ours.ledger.graph_is_static
 
     def _rebuild_buckets(self) -> bool:
-        """Buckets are rebuilt at the end of the first synchronised backward, by themselves."""
+        """Buckets are rebuilt at the start of the second synchronised backward, by themselves."""
         return False
 
     def _set_static_graph(self) -> None:
@@ -278,7 +278,7 @@ class TorchNames:
 
     def _check_comm_hook(self: Any, hook: Any) -> None:
         if not callable(hook):
-            self.fail(TypeError("A communication hook must be callable."))
+            self.fail(BadTypeError("A communication hook must be callable."))
 
     def _remove_autograd_hooks(self: Any) -> None:
         self._reducer.stop_listening()
@@ -353,7 +353,7 @@ class TorchNames:
     # -- join ----------------------------------------------------------------------------------------
 
     def _find_common_rank(self: Any, input_rank: int, rank_cond: bool) -> int:
-        return highest_rank(rank_cond, rank=input_rank, group=self.process_group, device=self.placement.device)
+        return highest_rank(rank_cond, rank=input_rank, channel=self._reducer.channel, device=self.placement.device)
 
     def _sync_final_model(self: Any, is_last_joiner: bool) -> None:
         self.sync_final_model(is_last_joiner=is_last_joiner)

@@ -104,11 +104,17 @@ def start_sparse_all_reduce(
             deliver(tensor)
 
         return finish
-    # No other backend sums sparse tensors: gather everybody's rows, padded to the longest, and add them up.
+    return gather_sparse(tensor, group=group, channel=channel, what=what, deliver=deliver)
+
+
+def gather_sparse(
+    tensor: Tensor, *, group: dist.ProcessGroup, channel: Channel, what: str, deliver: Callable[[Tensor], None]
+) -> Finish:
+    """The same for backends that cannot sum sparse tensors: gather everybody's rows, padded, and add them up."""
     size = dist.get_world_size(group)
     lengths = torch.zeros(size, dtype=torch.long, device=tensor.device)
-    lengths[dist.get_rank(group)] = tensor._nnz()
-    dist.all_reduce(lengths, group=group)
+    lengths[dist.get_rank(group)] = len(tensor.values())
+    start_all_reduce(lengths, group=group, channel=channel, what=f"the row counts of {what}", reduce_dtype=None)()
     longest = int(lengths.max())
 
     def padded(part: Tensor) -> Tensor:

@@ -10,21 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.bucket import Bucket, is_dense
+from paceline.control import Channel
 
 
-class AverageAcrossRanks(torch.autograd.Function):
-    """Sum over the ranks, scaled. Linear and symmetric in the ranks: its own derivative."""
+class SumAcrossRanks(torch.autograd.Function):
+    """Sum over the ranks. Linear and symmetric in the ranks: its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, scale: float, reduce: Callable[[Tensor], None]) -> Tensor:
-        ctx.scale, ctx.reduce = scale, reduce
-        total = flat * scale
+    def forward(ctx: Any, flat: Tensor, reduce: Callable[[Tensor], None]) -> Tensor:
+        ctx.reduce = reduce
+        total = flat.clone()
         reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return AverageAcrossRanks.apply(grad, ctx.scale, ctx.reduce), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return SumAcrossRanks.apply(grad, ctx.reduce), None
 
 
 def average_with_graph(
@@ -40,10 +41,10 @@ def average_with_graph(
         grad = slot.param.grad if slot.owned else None
         parts.append(_flatten(grad if grad is not None else torch.zeros_like(slot.param), slot.param))
     with torch.enable_grad():
+        flat = torch.cat(parts) * scale
         if tail is not None:
-            # The function scales all it is given; the tail is to arrive as it is.
-            parts.append(tail / scale)
-        flat = AverageAcrossRanks.apply(torch.cat(parts), scale, reduce)
+            flat = torch.cat([flat, tail])
+        flat = SumAcrossRanks.apply(flat, reduce)
         grads = [
             _unflatten(flat, offset, slot.param) for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True)
         ]
@@ -70,8 +71,10 @@ def _unflatten(flat: Tensor, offset: int, param: Tensor) -> Tensor:
     return part.view([param.shape[d] for d in by_stride]).permute(back)
 
 
-def blocking_sum(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+def blocking_sum(group: dist.ProcessGroup, channel: Channel) -> Callable[[Tensor], None]:
     def reduce(tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=group)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        channel.wait(work, "an all-reduce of backward(create_graph=True)")
 
     return reduce

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from paceline.control import Channel
+
 if TYPE_CHECKING:
     from paceline.module import DistributedDataParallel
 
@@ -30,18 +32,24 @@ class Word(NamedTuple):
 SILENCE = Word(sync_gradients=False, sync_buffers=False, rank=-1)
 
 
-def exchange_word(word: Word, *, group: dist.ProcessGroup, device: torch.device) -> Word:
-    said = torch.tensor([int(word.sync_gradients), int(word.sync_buffers), word.rank], device=device)
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
-    gradients, buffers, rank = said.tolist()
+def exchange_word(word: Word, *, channel: Channel, device: torch.device) -> Word:
+    gradients, buffers, rank = _highest(
+        [int(word.sync_gradients), int(word.sync_buffers), word.rank], channel=channel, device=device
+    )
     return Word(bool(gradients), bool(buffers), rank)
 
 
-def highest_rank(condition: bool, *, rank: int, group: dist.ProcessGroup, device: torch.device) -> int:
+def highest_rank(condition: bool, *, rank: int, channel: Channel, device: torch.device) -> int:
     """The highest rank for which ``condition`` holds; -1 if there is none."""
-    said = torch.tensor([rank if condition else -1], device=device)
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
-    return int(said.item())
+    return _highest([rank if condition else -1], channel=channel, device=device)[0]
+
+
+def _highest(numbers: list[int], *, channel: Channel, device: torch.device) -> list[int]:
+    said = torch.tensor(numbers, device=device)
+    work = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
+    assert work is not None
+    channel.wait(work, "join()")
+    return said.tolist()
 
 
 class DDPJoinHook(JoinHook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,12 +36,14 @@ from paceline.options import (
 from paceline.outputs import find_tensors, first_param_node, move_to_device, tie_to_graph, unreachable_params
 from paceline.plan import MB, BucketPlan
 from paceline.precision import Swap
-from paceline.reducer import Phase, Reducer, ReducerOptions
+from paceline.reducer import ForwardToken, Reducer, ReducerOptions
 from paceline.roster import SPEC_FIELDS, Roster, ignored_names
 from paceline.telemetry import now_ns
 
 # Several wrappers may share parameters (one module wrapped anew, a wrapper inside a wrapper).
-_live_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+# By order of creation, so that all ranks go through them alike.
+_live_reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
@@ -146,6 +149,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.skip_all_reduce_unused_params = bool(arguments["skip_all_reduce_unused_params"])
         self.batched_grad_copy = bool(arguments["batched_grad_copy"])
         self.mixed_precision = None
+        self._precision_row = repr(arguments["mixed_precision"]).rpartition("(")[2]
         self.caps: Caps = arguments["caps"]
         self.delay: Delay = arguments["delay"]
         self.buffer_policy: BufferPolicy = arguments["buffer_policy"]
@@ -200,7 +204,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._swap: Swap | None = None
         # Made on first use: a tensor kept for every wrapper would be one too many for most.
         self._anchor: Tensor | None = None
-        _live_reducers.add(self._reducer)
+        _live_reducers[next(_numbers)] = self._reducer
         self._take_over()
         weakref.finalize(self._reducer, _give_back).atexit = False
 
@@ -213,6 +217,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers": self.forward_sync_buffers,
             "broadcast_buffers": self.buffer_policy.at_start,
+            "mixed_precision": self._precision_row,
             "buffers": [[name, list(b.shape), str(b.dtype)] for name, b in self._buffer_sync.named().items()],
         }
         return [[OPTION + name, value] for name, value in options.items()]
@@ -238,7 +243,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _take_over(self) -> None:
         """This wrapper is the one in use: others that share parameters with it leave those to it."""
-        for other in list(_live_reducers):
+        for other in list(_live_reducers.values()):
             if other is not self._reducer:
                 other.yield_to(self._reducer)
 
@@ -302,24 +307,35 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not torch.is_grad_enabled() or not reducer.active:
             return output
-        tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
-        probe = first_param_node(tensors, reducer.reduces)
-        if probe is None and self.module.training and self.require_backward_grad_sync:
-            # No parameter in sight: unused on this rank, or hidden in a reentrant checkpoint.
-            anchor = self._anchor_tensor()
-            output = tie_to_graph(output, anchor)
-            probe = _torch.accumulate_grad_node(anchor)
-            tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
-        reducer.forwards_pending = reducer.forwards_pending or bool(tensors)
-        if probe is not None:
-            notice = _backward_notice(weakref.ref(reducer), probe)
-            for tensor in tensors:
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(notice)
+        probes = self._probe(output)
+        if self.module.training and self.require_backward_grad_sync:
+            leads = [probe for _, probe in probes if probe is not None]
+            if len(leads) < len(probes) or not leads:
+                # Some output, or all of them, leads to no parameter: unused on this rank, or hidden in a reentrant
+                # checkpoint. A backward of it must be noticed all the same.
+                stray = {id(tensor) for tensor, probe in probes if probe is None}
+                anchor = self._anchor_tensor()
+                output = tie_to_graph(output, anchor, lambda tensor: not leads or id(tensor) in stray)
+                probes = self._probe(output)
+        token = ForwardToken()
+        for tensor, probe in probes:
+            if tensor.grad_fn is not None and probe is not None:
+                reducer.forwards.add(token)
+                tensor.grad_fn.register_prehook(_backward_notice(weakref.ref(reducer), token, probe))
         if self.find_unused_parameters and not self.static_graph and self.require_backward_grad_sync:
             with record_function("search_unused_parameters"):
-                reducer.expect_unused(unreachable_params(tensors, reducer.roster.params))
+                reducer.expect_unused(unreachable_params([tensor for tensor, _ in probes], reducer.roster.params))
         return output
+
+    def _probe(self, output: Any) -> list[tuple[Tensor, Node | None]]:
+        """The tensors of ``output`` that a backward can start from, each with a leaf by which to know it."""
+        is_leaf = self._reducer.reduces
+        anchor = self._anchor
+        return [
+            (tensor, first_param_node(tensor, lambda leaf: leaf is anchor or is_leaf(leaf)))
+            for tensor in find_tensors(output)
+            if tensor.requires_grad
+        ]
 
     def _anchor_tensor(self) -> Tensor:
         if self._anchor is None:
@@ -385,17 +401,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not 0 <= weight < float("inf"):
             raise BadArgumentError(f"A weight must be a finite number of at least 0, not {weight!r}.")
         reducer = self._reducer
+        if reducer.weighing.weight is not None:
+            raise StateError("weighted() blocks cannot be nested: a backward has one weight. Multiply the weights.")
         # One rank alone needs it too: the mean over several backwards is a weighted one.
         reducer.activate()
         factor = float(weight)
-        handles = [slot.param.register_hook(lambda grad: grad * factor) for slot in reducer.trainable()]
-        before, reducer.weighing.weight = reducer.weighing.weight, factor
-        try:
-            yield
-        finally:
-            reducer.weighing.weight = before
-            for handle in handles:
-                handle.remove()
+        with contextlib.ExitStack() as stack:
+            for name, param in self.module.named_parameters():
+                if param.requires_grad and name not in self.parameters_to_ignore:
+                    stack.callback(param.register_hook(lambda grad: grad * factor).remove)
+            reducer.weighing.weight = factor
+            try:
+                yield
+            finally:
+                reducer.weighing.weight = None
 
     def stats(self) -> dict[str, Any]:
         """What can be said of the steps so far: see the keys."""
@@ -423,8 +442,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         if not callable(hook):
             self.fail(BadTypeError(f"A communication hook must be callable, not a {type(hook).__name__}."))
-        if self._reducer.phase is Phase.BACKWARD:
-            raise StateError("A comm hook cannot be registered while a backward is running.")
+        self._reducer.check_idle("A comm hook was registered")
         self._hook_names.append(hook_name(hook))
         run = hooks.resolve(hook)
         self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run))
@@ -455,7 +473,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             source=source,
             group=self.process_group,
             channel=self._reducer.channel,
-            keep_old=self._reducer.forwards_pending,
+            keep_old=bool(self._reducer.forwards),
         )
 
     def register_buffer_hook(
@@ -517,7 +535,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._divide_by_initial_world_size = divide_by_initial_world_size
 
     def _exchange_word(self, word: Word) -> Word:
-        return exchange_word(word, group=self.process_group, device=self.placement.device)
+        return exchange_word(word, channel=self._reducer.channel, device=self.placement.device)
 
     def shadow_iteration(self) -> None:
         """[Note: one word before each forward]: this rank has joined and follows the others."""
@@ -534,7 +552,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Give all ranks the model of the highest rank that trained to the end."""
         reducer = self._reducer
         source = highest_rank(
-            is_last_joiner, rank=reducer.channel.rank, group=self.process_group, device=self.placement.device
+            is_last_joiner, rank=reducer.channel.rank, channel=reducer.channel, device=self.placement.device
         )
         self._authoritative_rank = source
         tensors: list[Tensor] = list(reducer.roster.params)
@@ -562,13 +580,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def update_process_group(self, group: dist.ProcessGroup) -> None:
         """Go on with another group (fewer or more ranks) without wrapping anew."""
+        self._reducer.check_idle("The process group was changed")
         group = choose_group(group, None)
+        channel = Channel(group)
+        channel.agree("parameters or options", self._option_rows() + self._read_roster().rows(), SPEC_FIELDS)
         self.process_group = group
-        self._reducer.move_to(group, Channel(group))
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        super().train(mode)
-        return self
+        self._reducer.move_to(group, channel)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
@@ -613,19 +630,19 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 def _give_back() -> None:
     """A wrapper is gone: parameters that it had taken over go to one that is left."""
     taken: set[int] = set()
-    for reducer in list(_live_reducers):
+    for reducer in list(_live_reducers.values()):
         taken |= reducer.owned_ids()
-    for reducer in list(_live_reducers):
+    for reducer in list(_live_reducers.values()):
         taken |= reducer.own(reducer.param_ids - taken)
 
 
-def _backward_notice(ref: weakref.ref[Reducer], probe: Node) -> Callable[[Any], None]:
-    """A hook for an output's node: a backward that would reach ``probe`` has begun."""
+def _backward_notice(ref: weakref.ref[Reducer], token: ForwardToken, probe: Node) -> Callable[[Any], None]:
+    """A hook for an output's node, which keeps ``token`` alive: a backward that would reach ``probe`` has begun."""
 
     def noticed(grads: Any) -> None:
         reducer = ref()
         if reducer is not None:
-            reducer.output_needed(probe)
+            reducer.output_needed(token, probe)
 
     return noticed
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -51,31 +52,8 @@ def _children(item: Any) -> list[Any]:
     return attributes
 
 
-def unreachable_params(outputs: list[Tensor], params: list[Tensor]) -> frozenset[int]:
-    """The indices of the ``params`` that no path of the autograd graph leads to from ``outputs``."""
-    index = {id(param): n for n, param in enumerate(params)}
-    missing = set(index.values())
-    seen: set[Node] = set()
-    stack: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    for output in outputs:
-        missing.discard(index.get(id(output), -1))
-    while stack and missing:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            missing.discard(index.get(id(variable), -1))
-        stack.extend(child for child, _ in node.next_functions if child is not None)
-    return frozenset(missing)
-
-
-def first_param_node(outputs: list[Tensor], is_param: Callable[[Tensor], bool]) -> Node | None:
-    """The node of some parameter that the autograd graph of ``outputs`` leads to; None if there is none.
-
-    Stops at the first one, which in most models is a step or two away.
-    """
+def _leaves(outputs: Iterable[Tensor]) -> Iterator[tuple[Node, Tensor]]:
+    """(node, tensor) of the leaves that the autograd graph of ``outputs`` leads to."""
     seen: set[Node] = set()
     stack: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while stack:
@@ -84,10 +62,28 @@ def first_param_node(outputs: list[Tensor], is_param: Callable[[Tensor], bool]) 
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and is_param(variable):
-            return node
+        if variable is not None:
+            yield node, variable
         stack.extend(child for child, _ in node.next_functions if child is not None)
-    return None
+
+
+def unreachable_params(outputs: list[Tensor], params: list[Tensor]) -> frozenset[int]:
+    """The indices of the ``params`` that no path of the autograd graph leads to from ``outputs``."""
+    index = {id(param): n for n, param in enumerate(params)}
+    missing = set(index.values()) - {index.get(id(output), -1) for output in outputs}
+    for _, leaf in _leaves(outputs):
+        missing.discard(index.get(id(leaf), -1))
+        if not missing:
+            break
+    return frozenset(missing)
+
+
+def first_param_node(output: Tensor, is_param: Callable[[Tensor], bool]) -> Node | None:
+    """The node of some parameter that the autograd graph of ``output`` leads to; None if there is none.
+
+    Stops at the first one, which in most models is a step or two away.
+    """
+    return next((node for node, leaf in _leaves([output]) if is_param(leaf)), None)
 
 
 class _Anchor(torch.autograd.Function):
@@ -103,27 +99,31 @@ class _Anchor(torch.autograd.Function):
         return grad, None
 
 
-def tie_to_graph(value: Any, anchor: Tensor) -> Any:
-    """``value`` with its first floating-point tensor made part of the autograd graph.
+def tie_to_graph(value: Any, anchor: Tensor, chosen: Callable[[Tensor], bool]) -> Any:
+    """``value`` with its ``chosen`` floating-point tensors made part of the autograd graph.
 
-    Only plain containers are entered: an object of the user's is not rebuilt behind his back.
+    Containers and dataclasses that hold one are copied; other objects of the user's are left alone.
     """
     if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            return _Anchor.apply(value, anchor)
-        return value
-    if type(value) in (list, tuple):
-        items = list(value)
-        for n, item in enumerate(items):
-            tied = tie_to_graph(item, anchor)
-            if tied is not item:
-                items[n] = tied
-                return type(value)(items)
-    if type(value) is dict:
+        floating = value.is_floating_point() or value.is_complex()
+        return _Anchor.apply(value, anchor) if floating and chosen(value) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(tie_to_graph(item, anchor, chosen) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(tie_to_graph(item, anchor, chosen) for item in value)
+    if isinstance(value, dict):
+        # A copy of its own kind, filled again: some kinds of dictionary have attributes beside their items.
+        copied = copy.copy(value)
         for key, item in value.items():
-            tied = tie_to_graph(item, anchor)
-            if tied is not item:
-                return {**value, key: tied}
+            copied[key] = tie_to_graph(item, anchor, chosen)
+        return copied
+    if is_dataclass(value) and not isinstance(value, type):
+        twin: Any = copy.copy(value)
+        for field in fields(value):
+            if hasattr(value, field.name):
+                tied = tie_to_graph(getattr(value, field.name), anchor, chosen)
+                object.__setattr__(twin, field.name, tied)
+        return twin
     return value
 
 

@@ -1,7 +1,8 @@
 """Parameters -> BucketPlan: pure values, no process group, no tensors.
 
-A plan is made once and is the only way to know a bucket: the reducer launches by it, ranks compare its
-fingerprint, the simulator and the report read it.
+A plan is made once and is the only way to know a bucket: the reducer launches by it, and whoever wants to predict
+or to show what it does reads it. Ranks that agree on the parameters and options make the same plan; its
+fingerprint tells.
 
 >>> from paceline.plan import ParameterSpec, make_plan
 >>> layers = [ParameterSpec(f"layers.{i}.weight", (512, 512), (512, 1), "float32", 4, "cpu") for i in range(8)]

@@ -8,6 +8,7 @@ low-precision parameters too.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +53,11 @@ class Swap:
         if config.buffer_dtype is not None:
             self._cast_buffers(config.buffer_dtype, ignored)
         if self._dtype is not None:
+            enter, leave = _WeakHook(self, "_enter"), _WeakHook(self, "_leave")
             for owner in module.modules():
-                self._handles.append(owner.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-                self._handles.append(owner.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(owner.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                self._handles.append(owner.register_forward_hook(leave, always_call=True))
+            weakref.finalize(self, _remove_all, self._handles).atexit = False
 
     def _cast_buffers(self, dtype: torch.dtype, ignored: frozenset[str]) -> None:
         for prefix, owner in self._root.named_modules():
@@ -66,7 +69,6 @@ class Swap:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._running.append(module)
         if len(self._running) == 1:
-            self._casts.clear()
             self._replace(module)
         if module is self._root and self._dtype is not None:
             return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
@@ -79,7 +81,7 @@ class Swap:
             self._restore_if_idle()
 
     def __enter__(self) -> Swap:
-        """A backward begins: the casts of its forward, if they are still here, else new ones."""
+        """A backward begins. New casts: those of the last forward may be of another one, or without a graph."""
         self._running.append(self)
         if len(self._running) == 1 and self._dtype is not None:
             with torch.enable_grad():
@@ -90,7 +92,6 @@ class Swap:
         if self in self._running:
             # Whatever was running inside a backward that raised is over as well.
             del self._running[self._running.index(self) :]
-            self._casts.clear()
             self._restore_if_idle()
 
     def _restore_if_idle(self) -> None:
@@ -98,6 +99,7 @@ class Swap:
             for place, key, param in self._replaced:
                 place[key] = param
             self._replaced.clear()
+            self._casts.clear()
 
     def _replace(self, module: nn.Module) -> None:
         assert self._dtype is not None
@@ -111,3 +113,23 @@ class Swap:
                 self._replaced.append((holder, key, param))
         for place, key, param in self._replaced:
             place[key] = self._casts[id(param)]
+
+
+class _WeakHook:
+    """A method of a :class:`Swap` as a module's hook: gone with the swap, and inert in a copy of the module."""
+
+    def __init__(self, swap: Swap | None, method: str) -> None:
+        self._swap = None if swap is None else weakref.ref(swap)
+        self._method = method
+
+    def __call__(self, *args: Any) -> Any:
+        swap = None if self._swap is None else self._swap()
+        return None if swap is None else getattr(swap, self._method)(*args)
+
+    def __reduce__(self) -> tuple[type[_WeakHook], tuple[None, str]]:
+        return _WeakHook, (None, self._method)
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

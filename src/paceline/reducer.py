@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -87,6 +88,10 @@ class _Step:
     came_though_left_out: set[str] = field(default_factory=set)
 
 
+class ForwardToken:
+    """Lives as long as the autograd graph of one forward."""
+
+
 class Reducer:
     """Averages the gradients of a roster's parameters over a process group while backward runs."""
 
@@ -106,8 +111,8 @@ class Reducer:
         self.weighing = Weighing()
         self.enabled = True
         """Whether the next backward synchronises (``no_sync``)."""
-        self.forwards_pending = False
-        """A forward has run whose backward has not: what it saved must stay as it is."""
+        self.forwards: weakref.WeakSet[ForwardToken] = weakref.WeakSet()
+        """Forwards whose graph is alive and has seen no backward: what they saved must stay as it is."""
         self.around_backward: contextlib.AbstractContextManager[object] | None = None
         """Entered when a backward begins and left when it has ended, in whatever way."""
         self.on_finish: list[Callable[[], None]] = []
@@ -120,6 +125,8 @@ class Reducer:
         self._inbox = Inbox(self)
         self._step = _Step()
         self._slots_by_id: dict[int, Slot] = {}
+        self._slots: list[Slot] = []
+        self.ledger: Ledger
         self._needed_alone = False
         self.shares = False
         """Another wrapper has, or had, some of the same parameters."""
@@ -140,18 +147,23 @@ class Reducer:
         """Take ``roster``'s parameters as the ones to reduce."""
         self.roster = roster
         known, self._slots_by_id = self._slots_by_id, {}
+        came_unnoticed: list[Slot] = []
         for index, (param, spec) in enumerate(zip(roster.params, roster.specs, strict=True)):
             if spec.requires_grad:
                 slot = self._slots_by_id[id(param)] = known.get(id(param)) or Slot(spec.name, param)
                 slot.index, slot.name = index, spec.name
+                if known and id(param) not in known and param.grad is not None:
+                    came_unnoticed.append(slot)
         for key in known.keys() - self._slots_by_id.keys():
             # A graph made before may still bring it a gradient.
             known[key].owned = False
         self._left_out = frozenset()
         # Whatever was learnt of other parameters does not hold for these.
-        self._order_seen, self._is_first = None, True
+        self._order_seen, self._is_first, self._unused_hint = None, True, None
         self.first_plan = make_plan(roster.specs, caps_bytes=self.options.caps_bytes)
         self._use(self.first_plan)
+        for slot in came_unnoticed:
+            self.ledger.used[slot.place] = 1.0
         self.listen()
 
     def _use(self, plan: BucketPlan, *, known: Ledger | None = None) -> None:
@@ -160,6 +172,7 @@ class Reducer:
         ``known`` is the ledger of a plan for the same parameters.
         """
         self.plan = plan
+        used = {id(slot.param) for slot in self._slots if self.ledger.used[slot.place]} if self._slots else set()
         slot_of = {slot.index: slot for slot in self._slots_by_id.values()}
         for slot in slot_of.values():
             slot.view, slot.bucket = None, -1
@@ -168,6 +181,7 @@ class Reducer:
         self.ledger = known or Ledger(plan, [slot.index for slot in self._slots])
         for place, slot in enumerate(self._slots):
             slot.place = place
+            self.ledger.used[place] = float(id(slot.param) in used)
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.bucket = bucket.spec.index
@@ -214,13 +228,16 @@ class Reducer:
 
     def move_to(self, group: dist.ProcessGroup, channel: Channel) -> None:
         """Reduce over another group from now on."""
-        if self.phase is Phase.BACKWARD:
-            raise StateError("The process group cannot be changed while a backward is running.")
         self.courier.group, self.courier.channel = group, channel
+        self._forget_step()
         self.phase = Phase.IDLE
         self._step = _Step()
-        self._use(self.plan, known=self.ledger)
-        self.listen()
+        # Anew: the ranks of this group may have learnt different things before.
+        self.adopt(self._reread())
+
+    def check_idle(self, what: str) -> None:
+        if self.phase is Phase.BACKWARD:
+            raise StateError(f"{what} while a backward is running; wait for its end.")
 
     def set_static_graph(self) -> None:
         """Promise it after construction; too late once a backward has been seen."""
@@ -262,16 +279,17 @@ class Reducer:
 
     # -- a backward begins ---------------------------------------------------------------------------
 
-    def output_needed(self, probe: Node) -> None:
+    def output_needed(self, token: ForwardToken, probe: Node) -> None:
         """An output of forward takes part in a backward: it counts even if it uses no parameter.
 
         ``probe`` is a leaf of that output: ``autograd.grad`` does not reach it, and is none of our business.
         """
+        if not _torch.will_execute(probe):
+            return
+        self.forwards.discard(token)
         if self.phase is Phase.BACKWARD or not self.active:
             return
-        if self.shares and not any(slot.owned for slot in self._slots):
-            return
-        if _torch.will_execute(probe):
+        if not self.shares or any(slot.owned for slot in self._slots):
             with self._told_to_others():
                 self._start_backward(through_forward=True)
 
@@ -282,9 +300,14 @@ class Reducer:
 
     def _start_backward(self, *, through_forward: bool = False) -> None:
         self.check_usable()
-        syncing = self.enabled and (through_forward or self.forwards_pending or self._is_training())
+        syncing = self.enabled and (through_forward or self._is_training())
+        if syncing and torch.is_grad_enabled() and self.courier.hook is not None:
+            raise StateError(
+                "backward(create_graph=True) cannot differentiate through a comm hook. Remove the hook "
+                "(remove_comm_hook()), or run this backward inside no_sync()."
+            )
         BackwardWatch(self).start()
-        if self.roster.changed():
+        if syncing and self.roster.changed():
             self._replan()
         if _torch.optimizers_in_backward() != self._n_in_backward:
             self.take_optimizers()
@@ -296,6 +319,7 @@ class Reducer:
     def _begin(self, *, syncing: bool, create_graph: bool = False) -> None:
         """Set everything to the start of a backward."""
         self.phase = Phase.BACKWARD
+        self.channel.step = self.telemetry.steps
         if self.around_backward is not None:
             self.around_backward.__enter__()
         self._inbox.limit = BATCH
@@ -373,11 +397,12 @@ class Reducer:
         """The module's parameters have changed since the plan was made: agree on a new one."""
         newer = self._reread()
         reason = self.roster.difference(newer)
-        self.channel.announce_replan(reason)
-        self.adopt(newer)
-        self.channel.agree("parameters after a change", newer.rows(), SPEC_FIELDS)
-        if not self._slots:
+        if not any(spec.requires_grad for spec in newer.specs):
             raise StateError(f"No trainable parameter is left ({reason}); there is nothing to synchronise.")
+        self.channel.announce_replan(reason, step=self.telemetry.steps)
+        self.channel.agree("parameters after a change", newer.rows(), SPEC_FIELDS)
+        # Only now: if ranks differ, the change is still there to be noticed by the next backward.
+        self.adopt(newer)
 
     # -- gradients become ready ----------------------------------------------------------------------
 
@@ -500,7 +525,6 @@ class Reducer:
             self._take_in()
             self._leave_backward()
             self.telemetry.current.backward_end_ns = now_ns()
-            self.forwards_pending = False
             if self._step.syncing:
                 self._finish()
             self.phase = Phase.IDLE
@@ -516,9 +540,14 @@ class Reducer:
             self.last_error = str(error)
             self._forget_step()
             raise
+        except StateError as error:
+            # A wrong call; nothing was started because of it.
+            self.channel.report("backward", error)
+            raise
         except BaseException as error:
             self.phase = Phase.BROKEN
             self.last_error = str(error)
+            self._forget_step()
             self.channel.report("backward", error)
             raise
 
@@ -538,6 +567,7 @@ class Reducer:
         """Drop what a backward that came to nothing has left behind."""
         self._inbox.take()
         self._leave_backward()
+        self.on_finish.clear()
         self.ledger.used = [0.0] * len(self._slots)
         self.weighing.end_backward()
         for slot in self._slots:
@@ -554,7 +584,7 @@ class Reducer:
                 f"ranks since. {remedy}"
             )
         if self.phase is Phase.INTERRUPTED:
-            under_way = len(self._step.finishes)
+            under_way = self._step.next_bucket
             if under_way:
                 raise StateError(
                     f"The previous backward on rank {self.channel.rank} raised while {under_way} buckets were being "
@@ -616,7 +646,8 @@ class Reducer:
         beside: tuple[Tensor, Finish] | None = None
         if not self.courier.can_carry_status(last):
             beside = self._start_status()
-        for finish in self._step.finishes:
+        finishes, self._step.finishes = self._step.finishes, []
+        for finish in finishes:
             finish()
         if beside is None:
             assert last.tail is not None
@@ -626,16 +657,18 @@ class Reducer:
             finish()
         telemetry = self.telemetry
         telemetry.current.comm_end_ns = now_ns()
-        telemetry.buckets_reduced = len(self._step.finishes)
+        telemetry.buckets_reduced = len(finishes)
         telemetry.sent_bytes = self.plan.size_bytes
-        return self._checked(self._status_code.read(numbers))
+        status = self._status_code.read(numbers)
+        self.weighing.check(status, n_ranks=self.courier.size, rank=self.channel.rank)
+        return status
 
     def _finish_with_graph(self) -> Status:
         """``create_graph=True``: the same exchange, but differentiable, and all of it at the end."""
         for slot in self._slots:
             if self._step.fires[slot.place] and slot.param.grad is not None:
                 self.ledger.used[slot.place] = 1.0
-        reduce = blocking_sum(self.courier.group)
+        reduce = blocking_sum(self.courier.group, self.channel)
         self.telemetry.sent_bytes = self.plan.size_bytes
         numbers: Tensor | None = None
         averaged: list[tuple[Bucket, list[Tensor]]] = []
@@ -649,8 +682,9 @@ class Reducer:
         if numbers is None:
             numbers, finish = self._start_status()
             finish()
-        status = self._checked(self._status_code.read(numbers))
-        factor = self.weighing.factor(status, divided_by=1)
+        status = self._status_code.read(numbers)
+        self.weighing.check(status, n_ranks=self.courier.size, rank=self.channel.rank)
+        factor = self.weighing.factor(status, n_ranks=self.courier.size, divided_by=1)
         for bucket, grads in averaged:
             for slot, grad in zip(bucket.slots, grads, strict=True):
                 if slot.owned and status.used[slot.place]:
@@ -673,7 +707,7 @@ class Reducer:
 
     def _unweigh(self, status: Status) -> None:
         divided_by = self.courier.size if self.courier.hook is not None else 1
-        factor = self.weighing.factor(status, divided_by=divided_by)
+        factor = self.weighing.factor(status, n_ranks=self.courier.size, divided_by=divided_by)
         if factor is None:
             return
         for bucket in self._buckets:
@@ -684,7 +718,7 @@ class Reducer:
 
     def _hand_out(self, status: Status) -> None:
         """Give every parameter its gradient back: averaged if anybody used it, untouched if nobody did."""
-        special = self.shares or self._n_in_backward or status.weighing
+        special = self.shares or self._n_in_backward or status.weighing or self.weighing.active
         if self._status_code.is_usual(status) and not special:
             for slot in self._slots:
                 slot.param.grad = slot.view
@@ -747,8 +781,8 @@ class Reducer:
     def _local_status(self) -> Status:
         step = self._step
         return Status(
-            self.weighing.total,
-            float(self.weighing.active),
+            self.weighing.share(),
+            self.weighing.vote(self.courier.size),
             float(bool(step.complaint)),
             [float(number in step.late) for number in range(len(self._buckets))],
             self.ledger.used,
@@ -759,16 +793,6 @@ class Reducer:
         numbers = torch.empty(self._status_code.numel, dtype=torch.float64, device=device)
         self._status_code.write(self._local_status(), numbers)
         return numbers, self.courier.start_status(numbers)
-
-    def _checked(self, status: Status) -> Status:
-        size = self.courier.size
-        if status.weighing not in (0.0, float(size)):
-            raise DisagreementError(
-                f"{status.weighing:.0f} of {size} ranks weighed their backward and the others did not (this rank, "
-                f"{self.channel.rank}, {'did' if self.weighing.active else 'did not'}). Use `with ddp.weighted(n):` "
-                "around backward on every rank or on none."
-            )
-        return status
 
     def _complaint(self) -> str:
         """How this rank has broken a contract in this backward, if it has."""

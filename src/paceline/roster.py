@@ -38,6 +38,27 @@ def _name(thing: torch.dtype | torch.device) -> str:
     return str(thing).removeprefix("torch.")
 
 
+class ModuleTree:
+    """The modules of ``root`` as they hang together now. Cheap to ask whether that is still so."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.owners = list(root.named_modules())
+        children = [owner._modules for _, owner in self.owners]
+        self._dicts = children
+        self._sizes = list(map(len, children))
+        places = [(held, key) for held in children for key in held]
+        self._of, self._keys = [held for held, _ in places], [key for _, key in places]
+        self._held = [held[key] for held, key in places]
+
+    def changed(self) -> bool:
+        try:
+            return list(map(len, self._dicts)) != self._sizes or not all(
+                map(is_, map(getitem, self._of, self._keys), self._held)
+            )
+        except KeyError:
+            return True
+
+
 class Roster:
     """The parameters of ``module`` as they are now. Cheap to ask whether that is still so."""
 
@@ -46,14 +67,12 @@ class Roster:
         self.params: list[Tensor] = []
         self.specs: list[ParameterSpec] = []
         seen: set[Tensor] = set()
-        # Where each parameter and submodule hangs: (dictionary, key, what is there).
+        self._tree = ModuleTree(module)
+        # Where each parameter hangs: (dictionary, key, what is there).
         places: list[tuple[dict[str, Any], str, Any]] = []
-        self._sized: list[dict[str, Any]] = []
         samples: list[Tensor] = []
-        for prefix, owner in module.named_modules():
+        for prefix, owner in self._tree.owners:
             samples += [param for param in owner._parameters.values() if param is not None][:1]
-            self._sized += [owner._parameters, owner._modules]
-            places += [(owner._modules, key, child) for key, child in owner._modules.items()]
             for key, param in owner._parameters.items():
                 places.append((owner._parameters, key, param))
                 name = f"{prefix}.{key}" if prefix else key
@@ -62,6 +81,7 @@ class Roster:
                 seen.add(param)
                 self.params.append(param)
                 self.specs.append(self._spec(name, param, makes_sparse_gradients(owner), name in delayed))
+        self._sized = [owner._parameters for _, owner in self._tree.owners]
         self._sizes = list(map(len, self._sized))
         self._dicts = [place[0] for place in places]
         self._keys = [place[1] for place in places]
@@ -98,7 +118,8 @@ class Roster:
         # A C-speed sweep: this runs in every backward.
         try:
             same = (
-                list(map(len, self._sized)) == self._sizes
+                not self._tree.changed()
+                and list(map(len, self._sized)) == self._sizes
                 and all(map(is_, map(getitem, self._dicts, self._keys), self._held))
                 and all(map(_requires_grad, self._trainable))
                 and not any(map(_requires_grad, self._frozen))

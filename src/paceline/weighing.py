@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.bucket import Slot
+from paceline.errors import DisagreementError
 from paceline.status import Status
 
 
@@ -16,34 +17,67 @@ class Weighing:
         """What each backward of the ``weighted`` block that is open weighs."""
         self.by_participants = False
         """Divide by the ranks that still have inputs (``join``): they weigh 1 each, the others nothing."""
-        self.total = 0.0
+        self._total = 0.0
         self._weighed = False
+        self._abstains = False
 
     @property
     def active(self) -> bool:
         """Whether sums are to be divided by the weights afterwards, instead of by the ranks beforehand."""
         return self._weighed or self.by_participants
 
+    def share(self) -> float:
+        """This rank's part of the sum of weights. Backwards that nobody weighed count as one synchronisation."""
+        if self._abstains:
+            return 0.0
+        return self._total if self._weighed else 1.0
+
+    def vote(self, n_ranks: int) -> float:
+        """This rank's part of the count of ranks that weigh: they all must, but those without inputs abstain."""
+        if self._abstains:
+            return float(n_ranks + 1)
+        return float(self._weighed)
+
     def begin_backward(self, slots: Sequence[Slot]) -> None:
-        if self.weight is not None and not self.total:
-            # What the gradients hold from before was not weighted: it is set aside until afterwards.
+        self._abstains = False
+        if self._weighed or self.weight is not None:
+            self._set_aside(slots)
+        self._weighed = self._weighed or self.weight is not None
+        self._total += 1.0 if self.weight is None else self.weight
+
+    def _set_aside(self, slots: Sequence[Slot]) -> None:
+        """What gradients hold from before anything was weighed stays out of the weighted sum."""
+        if all(slot.param.grad is None for slot in slots):
+            # The user has dropped the gradients, and with them what they weighed.
+            self._total, self._weighed = 0.0, False
+            for slot in slots:
+                slot.base = None
+        elif not self._weighed:
             for slot in slots:
                 if slot.param.grad is not None and slot.base is None:
                     slot.base, slot.param.grad = slot.param.grad.clone(), None
-        self._weighed = self._weighed or self.weight is not None
-        self.total += 1.0 if self.weight is None else self.weight
 
     def take_no_part(self) -> None:
         """A rank that has run out of inputs adds nothing."""
-        self.total = 0.0
+        self._total, self._weighed, self._abstains = 0.0, False, True
 
     def end_backward(self) -> None:
-        self.total, self._weighed = 0.0, False
+        self._total, self._weighed, self._abstains = 0.0, False, False
 
-    @staticmethod
-    def factor(status: Status, *, divided_by: int) -> float | None:
+    def check(self, status: Status, *, n_ranks: int, rank: int) -> None:
+        """Raise on all ranks if some weighed and some did not."""
+        abstained, weighed = divmod(int(status.weighing), n_ranks + 1)
+        if weighed not in (0, n_ranks - abstained):
+            raise DisagreementError(
+                f"{weighed} of {n_ranks - abstained} ranks weighed their backward and the others did not (this rank, "
+                f"{rank}, {'did' if self._weighed else 'did not'}). Use `with ddp.weighted(n):` around backward on "
+                "every rank or on none."
+            )
+
+    def factor(self, status: Status, *, n_ranks: int, divided_by: int) -> float | None:
         """What sums that were ``divided_by`` already are to be multiplied by; None if nobody weighed."""
-        if not status.weighing:
+        weighed = int(status.weighing) % (n_ranks + 1)
+        if not weighed and not self.by_participants:
             return None
         # No weight at all anywhere: no gradient.
         return divided_by / status.weight if status.weight else 0.0

@@ -72,6 +72,8 @@ class Channel:
         self._agreements = 0
         self._reports: list[int] = []
         self._generation = 0
+        self.step = 0
+        """How many synchronised backwards this rank has finished."""
 
     # -- agreement -----------------------------------------------------------------------------------
 
@@ -117,34 +119,37 @@ class Channel:
         self._store.set(f"{key}/{self.rank}", text[:MESSAGE_LIMIT])
         return [self._read(f"{key}/{r}", tag, waits_for=[r]) for r in range(self.size)]
 
-    def announce_replan(self, reason: str) -> None:
-        """Tell ranks that may be waiting for the old plan's collectives that this rank has left it."""
+    def announce_replan(self, reason: str, *, step: int) -> None:
+        """Tell ranks that may be waiting for the old plan's collectives that this rank has left it at ``step``."""
         if self.size == 1:
             return
         self._generation += 1
-        news = Failure(self.rank, "start of a backward", "changed parameters", reason[:MESSAGE_LIMIT])
-        self._store.set(f"replan/{self._generation}", news.encode())
+        news = {"rank": self.rank, "step": step, "reason": reason[:MESSAGE_LIMIT]}
+        self._store.set(f"replan/{self._generation}", json.dumps(news))
 
     def _collect(self, key: str, what: str) -> None:
         for r in range(self.size):
             self._read(f"{key}/{r}", what, waits_for=[r])
 
     def _read(self, key: str, what: str, *, waits_for: list[int]) -> str:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=2 * PATIENCE_S))
-                return self._store.get(key).decode()
-            except dist.DistStoreError:
+        start = time.monotonic()
+        news_at, pause_s = start + PATIENCE_S, 0.5e-3
+        # Polled: a wait with a time-out is not the same in all stores, and TCPStore writes warnings when one ends.
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now > news_at:
                 self.raise_news(f"the comparison of {what}")
-                if time.monotonic() > deadline:
-                    who = ", ".join(map(str, waits_for))
-                    raise RankLostError(
-                        f"Rank {self.rank} waited {self._timeout_s:.0f} s for rank {who} to compare {what}, "
-                        "and it never came. Look at that rank's output; if it is only slow, give the process "
-                        "group a longer timeout.",
-                        rank=waits_for[0],
-                    ) from None
+                news_at = now + PATIENCE_S
+            if now - start > self._timeout_s:
+                who = ", ".join(map(str, waits_for))
+                raise RankLostError(
+                    f"Rank {self.rank} waited {self._timeout_s:.0f} s for rank {who} to compare {what}, and it never "
+                    "came. Look at that rank's output; if it is only slow, give the process group a longer timeout.",
+                    rank=waits_for[0],
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 20e-3)
+        return self._store.get(key).decode()
 
     # -- failure -------------------------------------------------------------------------------------
 
@@ -169,12 +174,13 @@ class Channel:
     def news(self) -> Failure | None:
         """The first failure of another rank that stands."""
         keys = [f"failure/{n}" for n in range(1, self._store.add("failures", 0) + 1)]
-        for key in [*keys, "given_up"]:
+        for key in keys:
             if self._store.check([key]):
                 text = self._store.get(key)
                 if text and (failure := Failure.decode(text)).rank != self.rank:
                     return failure
-        return None
+        # Whoever is to blame, this rank included: the others are not coming any more.
+        return Failure.decode(self._store.get("given_up")) if self._store.check(["given_up"]) else None
 
     def _give_up(self, failure: Failure) -> None:
         """This rank is about to raise because of ``failure``: from here on that cannot be taken back."""
@@ -194,12 +200,15 @@ class Channel:
         key = f"replan/{self._generation + 1}"
         if not self._store.check([key]):
             return
-        news = Failure.decode(self._store.get(key))
+        news = json.loads(self._store.get(key))
+        if int(news["step"]) > self.step:
+            # That rank is ahead: it has what this one is still waiting for.
+            return
         raise PeerFailedError(
-            f"The parameters of rank {news.rank} changed since the last step ({news.message}), and those of this "
+            f"The parameters of rank {news['rank']} changed since the last step ({news['reason']}), and those of this "
             f"rank ({self.rank}), which was waiting in {doing}, did not. Freeze, unfreeze, add and replace "
             "parameters in the same step on every rank.",
-            rank=news.rank,
+            rank=int(news["rank"]),
         )
 
     # -- waiting -------------------------------------------------------------------------------------
@@ -265,6 +274,11 @@ class Channel:
         except PeerFailedError:
             raise
         except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                raise RankLostError(
+                    f"Rank {self.rank} ran into the group's time-out in {doing}: some rank never joined in. Look for "
+                    "the one that stopped or took another path."
+                ) from error
             lost = self._who_is_lost(doing)
             who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
             raise RankLostError(
@@ -292,7 +306,7 @@ class Channel:
 def _first_sentence(error: Exception) -> str:
     """A backend's own words without the places in its source and the hints that follow them."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text.rpartition("] ")[2].rstrip(". ")
+    return text.rpartition("] ")[2].split(". ")[0].rstrip(".")
 
 
 def describe_difference(what: str, rows_of_rank: list[list[list[Any]]], names: list[str]) -> str:
