@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -224,6 +225,38 @@ def test_the_deadline_is_the_groups(ranks: Ranks) -> None:
     assert ranks(_timeout, group_timeout_s=37) == [37.0, 37.0]
 
 
+def _over_a_file(rank: int, size: int, path: str) -> str:
+    """Rank 1 comes only after rank 0 has asked for it many times, well past its patience."""
+    store = dist.FileStore(path, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    line = _channel()
+    with mock.patch.object(channel, "PATIENCE_S", 0.02):
+        if rank == 0:
+            line._store = _Counting(line._store, "agree/0/1", 6)  # type: ignore[assignment]
+        else:
+            _poll(line._store, "asked")
+        line.agree("parameters", ROWS, FIELDS)
+        dist.barrier()
+        if rank == 1:
+            line.report("forward", BoomError("disk full"))
+            return ""
+        with pytest.raises(PeerFailedError) as caught:
+            line.agree("parameters", ROWS, FIELDS)
+        return str(caught.value)
+
+
+def _poll(store: Any, key: str) -> None:
+    end = time.monotonic() + 30
+    while not store.check([key]):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_ranks_agree_over_a_file_too(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks(_over_a_file, str(tmp_path / "store"), backend=None)
+    assert "rank 1 raised in forward: BoomError: disk full" in told[0]
+
+
 # -- words ---------------------------------------------------------------------------------------------
 
 
@@ -332,6 +365,29 @@ def _second_cause(rank: int, size: int) -> None:
 
 def test_a_second_failure_is_known_when_the_first_is_taken_back(ranks: Ranks) -> None:
     ranks(_second_cause)
+
+
+def _given_up_on(rank: int, size: int) -> None:
+    line = _channel()
+    if rank == 1:
+        line.report("forward", BoomError("from 1"))
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(PeerFailedError):
+            line.raise_news("a step")
+    dist.barrier()
+    # Too late: rank 0 has raised and is not coming, which rank 1 must not find out by waiting for it.
+    line.retract()
+    dist.barrier()
+    news = line.news()
+    assert news is not None
+    assert (news.rank, news.message) == (1, "from 1")
+    with pytest.raises(PeerFailedError):
+        line.raise_news("a step")
+
+
+def test_a_rank_hears_that_it_was_given_up_on(ranks: Ranks) -> None:
+    ranks(_given_up_on)
 
 
 class _RetractedInBetween:
@@ -496,7 +552,7 @@ def _wait_while_a_peer_replans(rank: int, size: int) -> str:
         told = str(caught.value)
         line._store.set("done", "")
     else:
-        line.announce_replan("'first.weight' was frozen")
+        line.announce_replan("'first.weight' was frozen", step=0)
         line._store.wait(["done"], timedelta(seconds=30))
         dist.all_reduce(torch.ones(3))
     return told
@@ -511,7 +567,7 @@ def test_a_wait_ends_when_a_peer_has_other_parameters(ranks: Ranks) -> None:
 def _both_replan(rank: int, size: int) -> float:
     line = _channel()
     for _ in range(2):
-        line.announce_replan("both were frozen")
+        line.announce_replan("both were frozen", step=0)
     tensor = torch.ones(1)
     line.wait(dist.all_reduce(tensor, async_op=True), "an all-reduce")
     return float(tensor)
@@ -519,6 +575,81 @@ def _both_replan(rank: int, size: int) -> float:
 
 def test_a_change_on_all_ranks_is_no_trouble(ranks: Ranks) -> None:
     assert ranks(_both_replan) == [2.0, 2.0]
+
+
+def _wait_while_a_peer_is_ahead(rank: int, size: int, step: int) -> tuple[bool, str]:
+    """Rank 1 announces for ``step``, and only then does what rank 0, at step 3, has been waiting for."""
+    line = _channel()
+    line.step = 3
+    told = ""
+    with mock.patch.object(channel, "PATIENCE_S", 0.02):
+        if rank == 0:
+            line._store.wait(["announced"], timedelta(seconds=30))
+            watched = line._store = _Counting(line._store, "replan/1", 3)  # type: ignore[assignment]
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            try:
+                line.wait(work, "the all-reduce of bucket 0")
+            except PeerFailedError as error:
+                told = str(error)
+                watched.set("asked", "")
+            return watched.n_asked >= 3, told
+        line.announce_replan("'first.weight' was frozen", step=step)
+        line._store.set("announced", "")
+        line._store.wait(["asked"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
+    return True, told
+
+
+class _Counting:
+    """A store that counts how often a key was looked for, and says so in the key ``asked``."""
+
+    def __init__(self, store: Any, key: str, enough: int) -> None:
+        self._store, self._key, self._enough = store, key, enough
+        self.n_asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        if keys == [self._key]:
+            self.n_asked += 1
+            if self.n_asked == self._enough:
+                self._store.set("asked", "")
+        return bool(self._store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_peer_that_is_a_step_ahead_raises_nobody(ranks: Ranks) -> None:
+    assert ranks(_wait_while_a_peer_is_ahead, 4)[0] == (True, "")
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_peer_that_is_at_the_same_step_or_behind_is_heard(ranks: Ranks, step: int) -> None:
+    assert "'first.weight' was frozen" in ranks(_wait_while_a_peer_is_ahead, step)[0][1]
+
+
+class _TimedOutWork:
+    def wait(self, timeout: timedelta) -> bool:
+        raise RuntimeError("[src/buffer.cc:1] Timed out waiting 1000ms for recv operation to complete")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _timed_out(rank: int, size: int) -> str:
+    line = _channel()
+    told = ""
+    if rank == 0:
+        with pytest.raises(RankLostError) as caught:
+            line.wait(_TimedOutWork(), "the all-reduce of bucket 0")  # type: ignore[arg-type]
+        told = str(caught.value)
+    dist.barrier()
+    return told
+
+
+def test_a_backend_that_timed_out_is_not_called_a_broken_connection(ranks: Ranks) -> None:
+    told = ranks(_timed_out)[0]
+    assert "some rank never joined in" in told
+    assert "connection" not in told.lower()
 
 
 class _BrokenWork:
@@ -582,7 +713,7 @@ def _record(rank: int, size: int) -> list[str]:
     recording = _Recording(line._store)
     line._store = recording  # type: ignore[assignment]
     line.agree("parameters", ROWS * 1000, FIELDS)
-    line.announce_replan("frozen")
+    line.announce_replan("frozen", step=0)
     with pytest.raises(ParameterMismatchError):
         line.agree("parameters", [["a", rank]], ["name", "rank"])
     dist.barrier()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -196,23 +196,28 @@ def _is_one_of(*params: Tensor) -> Callable[[Tensor], bool]:
 def test_the_first_node_is_that_of_a_parameter() -> None:
     a, b, other = _params(3)
     output = (other * 2 + (b * 3).exp()).sum()
-    node = first_param_node([output], _is_one_of(a, b))
+    node = first_param_node(output, _is_one_of(a, b))
     assert node is not None
     assert node.variable is b  # type: ignore[attr-defined]
 
 
 def test_no_node_without_a_parameter_in_the_graph() -> None:
     a, other = _params(2)
-    assert first_param_node([(other * 2).sum()], _is_one_of(a)) is None
-    assert first_param_node([torch.ones(1)], _is_one_of(a)) is None
-    assert first_param_node([], _is_one_of(a)) is None
+    assert first_param_node((other * 2).sum(), _is_one_of(a)) is None
+    assert first_param_node(torch.ones(1), _is_one_of(a)) is None
+    assert first_param_node(torch.ones(1, requires_grad=True), _is_one_of(a)) is None
 
 
-def test_the_second_output_is_looked_at_too() -> None:
-    a, other = _params(2)
-    node = first_param_node([other.exp(), torch.ones(1), a.exp()], _is_one_of(a))
-    assert node is not None
-    assert node.variable is a  # type: ignore[attr-defined]
+def test_the_walk_stops_at_the_first_parameter() -> None:
+    a, b = _params(2)
+    asked: list[Tensor] = []
+
+    def is_param(tensor: Tensor) -> bool:
+        asked.append(tensor)
+        return True
+
+    assert first_param_node(a * b, is_param) is not None
+    assert len(asked) == 1
 
 
 # -- ties ----------------------------------------------------------------------------------------------
@@ -231,9 +236,13 @@ def _ran_through(tensor: Tensor, anchor: Tensor) -> bool:
     return bool(fired)
 
 
+def _any(tensor: Tensor) -> bool:
+    return True
+
+
 def test_a_tensor_without_a_graph_gets_one() -> None:
     anchor, value = _anchor(), torch.ones(3)
-    tied = tie_to_graph(value, anchor)
+    tied = tie_to_graph(value, anchor, _any)
     assert not value.requires_grad
     assert tied.requires_grad
     assert torch.equal(tied, value)
@@ -241,15 +250,22 @@ def test_a_tensor_without_a_graph_gets_one() -> None:
     assert anchor.grad is None
 
 
+def test_the_anchor_is_found_behind_a_tied_tensor() -> None:
+    anchor = _anchor()
+    node = first_param_node(tie_to_graph(torch.ones(3), anchor, _any), _is_one_of(anchor))
+    assert node is not None
+    assert node.variable is anchor  # type: ignore[attr-defined]
+
+
 def test_gradients_pass_a_tie_unchanged() -> None:
     x = torch.ones(3, requires_grad=True)
-    tie_to_graph(x * 2, _anchor()).sum().backward()
+    tie_to_graph(x * 2, _anchor(), _any).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_tied_output_may_be_changed_in_place() -> None:
-    tied = tie_to_graph(torch.ones(3), _anchor())
+    tied = tie_to_graph(torch.ones(3), _anchor(), _any)
     tied += 1
     assert tied.tolist() == [2.0, 2.0, 2.0]
     tied.sum().backward()
@@ -257,36 +273,79 @@ def test_a_tied_output_may_be_changed_in_place() -> None:
 
 def test_the_tied_tensor_has_memory_of_its_own() -> None:
     value = torch.ones(3)
-    tied = tie_to_graph(value, _anchor())
+    tied = tie_to_graph(value, _anchor(), _any)
     with torch.no_grad():
         tied.zero_()
     assert value.tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("value", "pick"),
-    [
-        ([A, B], lambda tied: tied[0]),
-        ((A, B), lambda tied: tied[0]),
-        ({"n": 1, "a": A, "b": B}, lambda tied: tied["a"]),
-        ([torch.tensor(3), {"x": (A,)}, B], lambda tied: tied[1]["x"][0]),
-        ({"ids": torch.tensor([1]), "deep": [[B]]}, lambda tied: tied["deep"][0][0]),
-    ],
-    ids=["list", "tuple", "dict", "nested", "after integers"],
-)
-def test_the_first_floating_point_tensor_is_tied_and_the_container_rebuilt(value: Any, pick: Any) -> None:
-    tied = tie_to_graph(value, _anchor())
+class Output(OrderedDict[str, Any]):
+    """As some libraries return: a dictionary whose items are attributes too, and with others beside them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.note = "kept"
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+CONTAINERS = [
+    [A, B],
+    (A, B),
+    Pair(A, B),
+    {"n": 1, "a": A, "b": B},
+    OrderedDict(a=A, b=B),
+    defaultdict(list, a=A, b=B),
+    Output(a=A, b=B),
+    Data(A, B),
+    SlottedData(A, B),
+    [torch.tensor(3), {"x": (A,)}, Pair(None, Data(B))],
+    {"ids": torch.tensor([1]), "deep": [[A], Output(b=[B])]},
+]
+
+
+@pytest.mark.parametrize("value", CONTAINERS, ids=lambda value: type(value).__name__)
+def test_every_floating_point_tensor_is_tied_in_a_copy_of_its_container(value: Any) -> None:
+    before = list(find_tensors(value))
+    tied = tie_to_graph(value, _anchor(), _any)
     assert type(tied) is type(value)
-    assert pick(tied).requires_grad
-    assert not pick(value).requires_grad
-    assert sum(tensor.requires_grad for tensor in find_tensors(tied)) == 1
-    assert len(list(find_tensors(tied))) == len(list(find_tensors(value)))
+    assert tied is not value
+    after = list(find_tensors(tied))
+    assert [tensor.requires_grad for tensor in after] == [tensor.is_floating_point() for tensor in before]
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    # The user may have kept what forward returned: that stays as it was.
+    assert all(now is then for now, then in zip(find_tensors(value), before, strict=True))
+    assert not any(tensor.requires_grad for tensor in before)
+
+
+@pytest.mark.parametrize("value", CONTAINERS, ids=lambda value: type(value).__name__)
+def test_only_what_was_chosen_is_tied(value: Any) -> None:
+    after = list(find_tensors(tie_to_graph(value, _anchor(), lambda tensor: tensor is B)))
+    assert any(tensor is A for tensor in after)
+    assert not any(tensor is B for tensor in after)
+    assert sum(tensor.requires_grad for tensor in after) == 1
+
+
+def test_a_copied_dictionary_keeps_its_attributes_and_its_factory() -> None:
+    tied = tie_to_graph(Output(a=A), _anchor(), _any)
+    assert tied.note == "kept"
+    assert tied.a is tied["a"]
+    assert tied.a.requires_grad
+    assert tie_to_graph(defaultdict(list, a=A), _anchor(), _any).default_factory is list
 
 
 def test_a_complex_tensor_can_be_tied() -> None:
-    assert tie_to_graph(torch.ones(2, dtype=torch.complex64), _anchor()).requires_grad
+    assert tie_to_graph(torch.ones(2, dtype=torch.complex64), _anchor(), _any).requires_grad
 
 
-@pytest.mark.parametrize("value", [Pair(A, B), Data(A, B), Plain(A, B), OrderedDict(a=A), None, "t", torch.tensor(1)])
-def test_what_is_no_plain_container_stays_the_very_object(value: Any) -> None:
-    assert tie_to_graph(value, _anchor()) is value
+@pytest.mark.parametrize("value", [Plain(A, B), Slotted(A), SimpleNamespace(a=A), None, "t", 1.5, Data])
+def test_other_objects_stay_the_very_object(value: Any) -> None:
+    assert tie_to_graph(value, _anchor(), _any) is value
+    assert tie_to_graph([value], _anchor(), _any)[0] is value
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1), torch.tensor(True)])
+def test_tensors_of_no_floating_point_kind_stay(value: Any) -> None:
+    assert tie_to_graph(value, _anchor(), _any) is value

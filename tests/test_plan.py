@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MB, ParameterSpec, make_plan
+from paceline.plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MB, ParameterSpec, default_caps_bytes, make_plan
 
 ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
@@ -49,9 +49,20 @@ def test_a_large_parameter_fills_the_bucket_that_is_open() -> None:
 def test_the_first_bucket_is_small_by_default() -> None:
     specs = _specs(*[MB // 4] * 30)  # 1 MiB each
     plan = make_plan(specs)
-    assert plan.caps_bytes == (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
-    assert [len(bucket.params) for bucket in plan.buckets] == [1, 25, 4]
+    # An eighth of 30 MiB.
+    assert plan.caps_bytes == (DEFAULT_FIRST_CAP_BYTES, 30 * MB // 8)
+    assert [len(bucket.params) for bucket in plan.buckets] == [1, 4, 4, 4, 4, 4, 4, 4, 1]
     assert plan.buckets[0].params == (29,)
+
+
+def test_the_default_capacity_has_an_upper_and_a_lower_end() -> None:
+    assert default_caps_bytes(_specs(100 * MB)) == (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
+    assert default_caps_bytes(_specs(10)) == (DEFAULT_FIRST_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES)
+
+
+def test_by_default_a_large_parameter_does_not_wait_for_the_open_bucket() -> None:
+    specs = _specs(2 * MB, MB // 4, MB // 2, MB // 4)  # 8, 1, 2 and 1 MiB; an eighth is 1.5
+    assert _members(make_plan(specs)) == [(3,), (2,), (1,), (0,)]
 
 
 def test_a_list_of_capacities_is_used_in_turn_and_the_last_repeats() -> None:

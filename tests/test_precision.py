@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,8 +40,20 @@ class Net(nn.Module):
         return self.second(x)
 
 
+# A swap lives only as long as somebody holds it; in the class that is the wrapper, here it is the test.
+_held: list[Swap] = []
+
+
+@pytest.fixture(autouse=True)
+def _holds_swaps() -> Iterator[None]:
+    yield
+    _held.clear()
+
+
 def _swap(module: nn.Module, *, ignored: frozenset[str] = frozenset(), **dtypes: torch.dtype) -> Swap:
-    return Swap(module, MixedPrecision(**(dtypes or {"param_dtype": LOW})), ignored=ignored)
+    swap = Swap(module, MixedPrecision(**(dtypes or {"param_dtype": LOW})), ignored=ignored)
+    _held.append(swap)
+    return swap
 
 
 @contextmanager
@@ -386,6 +400,94 @@ def test_a_forward_inside_a_backward_leaves_the_parameters_low_until_it_ends() -
     with _parameters_stay(net), swap:
         net(_inputs())
         assert net.first.weight.dtype == LOW
+
+
+# -- how long casts and hooks live ---------------------------------------------------------------------
+
+
+def _hooks_on(module: nn.Module) -> int:
+    return sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in module.modules())
+
+
+def test_a_swap_that_is_dropped_takes_its_hooks_along() -> None:
+    net = Net()
+    _swap(net)
+    assert _hooks_on(net) > 0
+    assert net(_inputs()).dtype == LOW
+    _held.clear()
+    assert _hooks_on(net) == 0
+    assert net(_inputs()).dtype == torch.float32
+
+
+def test_the_hooks_of_others_stay_when_a_swap_is_dropped() -> None:
+    net, calls = Net(), []
+    net.register_forward_hook(lambda module, args, output: calls.append(output.dtype))
+    _swap(net)
+    _held.clear()
+    net(_inputs())
+    assert calls == [torch.float32]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_of_a_swapped_module_is_inert(copied: Callable[[Net], Net]) -> None:
+    net = Net()
+    _swap(net)
+    twin = copied(net)
+    assert twin(_inputs()).dtype == torch.float32
+    assert twin.seen == [torch.float32]
+    with _parameters_stay(net):
+        assert net(_inputs()).dtype == LOW
+    # A wrapper of the copy makes a swap of its own.
+    _swap(twin)
+    with _parameters_stay(twin):
+        assert twin(_inputs()).dtype == LOW
+
+
+def test_casts_are_gone_after_a_forward_and_after_a_backward() -> None:
+    net = Net()
+    swap = _swap(net)
+    casts: list[weakref.ref[Tensor]] = []
+    net.second.register_forward_pre_hook(lambda module, args: casts.append(weakref.ref(net.first.weight)))
+    with torch.no_grad():
+        net(_inputs())
+    assert casts.pop()() is None
+    output = net(_inputs()).float().sum()
+    with swap:
+        casts.append(weakref.ref(net.first.weight))
+        output.backward()
+    del output
+    assert [cast() for cast in casts] == [None, None]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_without_gradients_in_between_does_not_cut_the_graph(reentrant: bool) -> None:
+    gradients = []
+    for interrupted in (False, True):
+        net = OwnWeight(reentrant=reentrant)
+        swap = _swap(net)
+        output = net(_inputs().requires_grad_()).float().sum()
+        if interrupted:
+            # Without the warning that reentrant checkpointing gives when there is nothing to differentiate.
+            net.reentrant = False
+            with torch.no_grad():
+                net(_inputs())
+        with swap:
+            output.backward()
+        assert net.weight.grad is not None
+        gradients.append(net.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_backward_finds_casts_of_the_parameters_as_they_are_then() -> None:
+    net = Net()
+    swap = _swap(net)
+    net(_inputs())
+    with torch.no_grad():
+        net.first.weight.fill_(3.0)
+    with torch.no_grad(), swap:
+        assert net.first.weight.dtype == LOW
+        assert net.first.weight.requires_grad
+        assert torch.equal(net.first.weight, torch.full((4, 4), 3.0, dtype=LOW))
 
 
 # -- casting -------------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ def gather_sparse(
         values.new_empty((size, *values.shape)),
     )
     works = [
-        dist.all_gather_into_tensor(all_indices, indices, group=group, async_op=True),
-        dist.all_gather_into_tensor(all_values, values, group=group, async_op=True),
+        dist.all_gather(list(all_indices), indices, group=group, async_op=True),
+        dist.all_gather(list(all_values), values, group=group, async_op=True),
     ]
 
     def finish_gathered() -> None:

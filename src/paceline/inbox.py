@@ -17,6 +17,8 @@ from paceline.bucket import Slot
 
 # Bounds the memory of gradients that are ready and not yet in their buckets.
 BATCH = 32
+# Modules with fewer parameters have no batches.
+MANY = 256
 
 
 class Reader(Protocol):

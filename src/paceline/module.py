@@ -180,7 +180,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             return ddp._read_roster()
 
         options = ReducerOptions(
-            caps_bytes=self.caps.caps_bytes,
+            caps_bytes=None if self.caps.is_default else self.caps.caps_bytes,
             static_graph=self.static_graph,
             skip_unused=self.skip_all_reduce_unused_params,
             rebuild=self.static_graph or not self.find_unused_parameters,

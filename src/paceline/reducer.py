@@ -17,7 +17,7 @@ import contextlib
 import enum
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,7 +32,7 @@ from paceline.courier import Courier
 from paceline.errors import ContractError, DisagreementError, StateError
 from paceline.exchange import Finish
 from paceline.higher_order import average_with_graph, blocking_sum
-from paceline.inbox import BATCH, Inbox
+from paceline.inbox import BATCH, MANY, Inbox
 from paceline.ledger import Ledger
 from paceline.plan import BucketPlan, make_plan
 from paceline.roster import SPEC_FIELDS, Roster
@@ -53,7 +53,8 @@ class Phase(enum.Enum):
 class ReducerOptions:
     """What the constructor of the wrapper promises and wishes."""
 
-    caps_bytes: tuple[int, ...]
+    caps_bytes: tuple[int, ...] | None = None
+    """Bucket capacities; None for what suits the module."""
     static_graph: bool = False
     """Every backward uses the same parameters: checked."""
     skip_unused: bool = False
@@ -182,10 +183,12 @@ class Reducer:
         for place, slot in enumerate(self._slots):
             slot.place = place
             self.ledger.used[place] = float(id(slot.param) in used)
+        # Batches pay off where Python calls are what costs. Elsewhere gradients that linger cost page faults.
+        many = len(self._slots) >= MANY
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.bucket = bucket.spec.index
-                small = self.options.copy_in_batches or slot.param.numel() <= SMALL_NUMEL
+                small = self.options.copy_in_batches or (many and slot.param.numel() <= SMALL_NUMEL)
                 slot.deferred = small and not bucket.spec.sparse
                 slot.prompt = not slot.deferred
             # The gradient that completes a bucket, going by the order seen so far.
@@ -290,8 +293,11 @@ class Reducer:
         if self.phase is Phase.BACKWARD or not self.active:
             return
         if not self.shares or any(slot.owned for slot in self._slots):
-            with self._told_to_others():
+            try:
                 self._start_backward(through_forward=True)
+            except BaseException as error:
+                self._tell_others(error)
+                raise
 
     def expect_unused(self, unused: frozenset[int]) -> None:
         """These parameters (by index) cannot be reached from forward's output (``find_unused_parameters``)."""
@@ -306,6 +312,7 @@ class Reducer:
                 "backward(create_graph=True) cannot differentiate through a comm hook. Remove the hook "
                 "(remove_comm_hook()), or run this backward inside no_sync()."
             )
+        self.channel.step = self.telemetry.steps
         BackwardWatch(self).start()
         if syncing and self.roster.changed():
             self._replan()
@@ -319,7 +326,6 @@ class Reducer:
     def _begin(self, *, syncing: bool, create_graph: bool = False) -> None:
         """Set everything to the start of a backward."""
         self.phase = Phase.BACKWARD
-        self.channel.step = self.telemetry.steps
         if self.around_backward is not None:
             self.around_backward.__enter__()
         self._inbox.limit = BATCH
@@ -412,10 +418,13 @@ class Reducer:
 
     def gradients_ready(self) -> None:
         """Look at what is in the inbox: absorb it, and send the buckets that are complete."""
-        with self._told_to_others():
+        try:
             if self.phase is not Phase.BACKWARD:
                 self._start_backward()
             self._take_in()
+        except BaseException as error:
+            self._tell_others(error)
+            raise
 
     def _take_in(self) -> None:
         # The hottest code there is: it sees each of a thousand small parameters in every step.
@@ -521,35 +530,30 @@ class Reducer:
 
     def end_backward(self) -> None:
         """The outermost backward has ended on this rank."""
-        with self._told_to_others():
+        try:
             self._take_in()
             self._leave_backward()
             self.telemetry.current.backward_end_ns = now_ns()
             if self._step.syncing:
                 self._finish()
             self.phase = Phase.IDLE
+        except BaseException as error:
+            self._tell_others(error)
+            raise
 
-    @contextlib.contextmanager
-    def _told_to_others(self) -> Iterator[None]:
-        """An error in here is one that the other ranks have to hear of."""
-        try:
-            yield
-        except DisagreementError as error:
+    def _tell_others(self, error: BaseException) -> None:
+        """Something in here raised, which the other ranks have to hear of."""
+        self.last_error = str(error)
+        if isinstance(error, DisagreementError):
             # All ranks raise it together, with nothing under way: the next step may go on.
             self.phase = Phase.IDLE
-            self.last_error = str(error)
             self._forget_step()
-            raise
-        except StateError as error:
-            # A wrong call; nothing was started because of it.
-            self.channel.report("backward", error)
-            raise
-        except BaseException as error:
+            return
+        self.channel.report("backward", error)
+        if not isinstance(error, StateError):
+            # (A StateError is a wrong call: nothing was started because of it.)
             self.phase = Phase.BROKEN
-            self.last_error = str(error)
             self._forget_step()
-            self.channel.report("backward", error)
-            raise
 
     def interrupt_backward(self) -> None:
         """The backward that was running raised an exception; the caller sees that one."""
@@ -602,6 +606,7 @@ class Reducer:
     def shadow_backward(self) -> None:
         """Take part in the others' synchronisation with nothing to add (a rank that has run out of inputs)."""
         self.check_usable()
+        self.channel.step = self.telemetry.steps
         if self._order_seen is not None:
             self._rebuild()
         # Whatever its gradients hold stays out of the sum.
@@ -611,10 +616,13 @@ class Reducer:
         self._begin(syncing=True)
         self._step.telling = False
         self.weighing.take_no_part()
-        with self._told_to_others():
+        try:
             self._leave_backward()
             self._finish()
             self.phase = Phase.IDLE
+        except BaseException as error:
+            self._tell_others(error)
+            raise
 
     def _finish(self) -> None:
         """Send what has not left, wait for everything, hand the averages out."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
-from ._ddp import DDP, assert_in_sync, batch, ours_only
+from ._ddp import DDP, assert_grads, assert_in_sync, batch, mean_over_ranks, ours_only
 
 
 class _Counter(nn.Module):
@@ -317,3 +317,85 @@ def _replaced_structure(rank, world_size):
 
 def test_a_buffer_added_after_wrapping_is_broadcast(ranks):
     ranks(_replaced_structure)
+
+
+def _replaced_norm(rank, world_size):
+    model = _bn()
+    ddp = DDP(model)
+    ddp(batch(rank).float()).sum().backward()
+    at = next(i for i, part in enumerate(model) if isinstance(part, nn.BatchNorm1d))
+    model[at] = nn.BatchNorm1d(model[at].num_features).eval()
+    model[at].running_mean.fill_(rank + 5.0)
+    ddp(batch(rank).float()).sum().backward()
+    ddp(batch(rank).float())
+    return model[at].running_mean.unique().tolist()
+
+
+@ours_only
+def test_a_norm_that_replaced_another_is_synchronised(ranks):
+    assert ranks(_replaced_norm) == [[5.0], [5.0]]
+
+
+class _TwoHolders(nn.Module):
+    """One buffer, registered in two modules; forward changes it through one and reads it through the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.left, self.right = nn.Module(), nn.Module()
+        shared = torch.zeros(4)
+        self.left.register_buffer("count", shared)
+        self.right.register_buffer("count", shared)
+
+    def forward(self, x, by):
+        self.left.count += by
+        return self.linear(x + self.right.count)
+
+
+def _tied_buffers(rank, world_size):
+    torch.manual_seed(0)
+    model = _TwoHolders()
+    ddp = DDP(model)
+    by = 10.0**rank
+    for step in range(3):
+        outputs = [ddp(batch(rank).float(), by) for _ in range(2)]
+        assert model.left.count is model.right.count
+        # Rank 0's, from before each forward, and what the last forward added.
+        assert torch.equal(model.left.count, torch.full((4,), 2 * step + 1 + by))
+        (outputs[0] + outputs[1]).sum().backward()
+        ddp.zero_grad()
+
+
+@ours_only
+def test_a_buffer_in_two_modules_stays_one_buffer(ranks):
+    ranks(_tied_buffers)
+
+
+def _interleaved(rank, world_size):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = _bn()
+    ddp = DDP(model)
+    torch.manual_seed(0)
+    reference = _bn()
+
+    def run(net, r):
+        first, second = net(batch(r, 0)), net(batch(r, 1))
+        first.square().sum().backward()
+        third = net(batch(r, 2))
+        second.square().sum().backward()
+        fourth = net(batch(r, 3))
+        third.square().sum().backward()
+        fourth.square().sum().backward()
+
+    # Means of means: each backward synchronises what is there, and the mean of equal things is the thing.
+    expected = mean_over_ranks(reference, run, world_size)
+    for _ in range(2):
+        run(ddp, rank)
+        assert_grads(ddp, expected)
+        ddp.zero_grad()
+
+
+@ours_only
+def test_batchnorm_with_forwards_and_backwards_interleaved(ranks):
+    ranks(_interleaved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import PacelineError
@@ -244,3 +245,58 @@ def _double(rank, world_size):
 
 def test_dtype_changed_after_wrapping(ranks):
     ranks(_double)
+
+
+def _linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+def _frozen_for_a_look(rank, world_size):
+    """Rank 0 alone freezes a layer and runs the bare module in eval mode: nobody else is there for it."""
+    model = _linear()
+    ddp = DDP(model)
+    x = torch.full((1, 3), rank + 1.0)
+    ddp(x).sum().backward()
+    ddp.zero_grad()
+    ddp.eval()
+    if rank == 0:
+        model[0].requires_grad_(False)
+        model(x).sum().backward()
+        assert model[0].weight.grad is None
+        assert torch.equal(model[1].weight.grad, model[0](x))  # its own, not a mean
+        model[0].requires_grad_(True)
+        ddp.zero_grad()
+    dist.barrier()
+    ddp.train()
+    ddp(x).sum().backward()
+    assert_in_sync(model)
+
+
+EVAL_WARNING = (("Backward through the bare module in eval mode", UserWarning),)
+
+
+def test_a_rank_alone_may_freeze_a_layer_and_look_at_gradients_in_eval_mode(ranks):
+    ranks(_frozen_for_a_look, group_timeout_s=10, allow_warnings=EVAL_WARNING)
+
+
+def _look_after_validation(rank, world_size, held):
+    """A validation forward that made a graph has no say in what a later backward of the bare module is."""
+    model = _linear()
+    ddp = DDP(model)
+    x = torch.full((1, 3), rank + 1.0)
+    ddp(x).sum().backward()
+    ddp.zero_grad()
+    ddp.eval()
+    output = ddp(x)
+    if not held:
+        del output
+    if rank == 0:
+        model(x).sum().backward()
+        assert torch.equal(model[1].weight.grad, model[0](x))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_rank_alone_may_look_at_gradients_after_a_validation_forward(ranks, held):
+    ranks(_look_after_validation, held, group_timeout_s=10, allow_warnings=EVAL_WARNING)

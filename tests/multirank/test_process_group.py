@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
+from paceline.errors import PeerFailedError
+
 from ._ddp import DDP, STOCK, assert_grads, assert_in_sync, batch, compare_with_reference, mean_over_ranks, ours_only
 
 
@@ -376,3 +378,36 @@ def _in_sync_after_many_groups(rank, world_size):
 
 def test_a_new_group_at_every_step(ranks):
     ranks(_in_sync_after_many_groups)
+
+
+def _poisoned(numel, dtype, device):
+    """Memory with something in it, as memory has."""
+    return torch.full((numel,), 7.0, dtype=dtype, device=device)
+
+
+def _moved_after_a_failure(rank, world_size, steps_before):
+    torch.set_default_dtype(torch.float64)
+    broken, healthy = dist.new_group([0, 1]), dist.new_group([0, 1])
+    ddp, reference = DDP(_seeded(), process_group=broken), _seeded()
+    for i in range(steps_before):
+        _square(ddp, rank, i)
+        ddp.zero_grad()
+    if rank == 1:
+        with pytest.raises((TypeError, AttributeError)):
+            ddp("no tensor")
+    else:
+        with pytest.raises(PeerFailedError, match="rank 1 raised in forward"):
+            _square(ddp, rank)
+    ddp._reducer._allocator = _poisoned
+    ddp._update_process_group(healthy)
+    ddp.zero_grad()
+    for i in range(3):
+        _square(ddp, rank, i)
+        assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), 2), f"step {i}")
+        ddp.zero_grad()
+
+
+@ours_only
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_a_new_group_after_a_backward_that_failed(ranks, steps_before):
+    ranks(_moved_after_a_failure, steps_before, group_timeout_s=20)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline import MixedPrecision
 from paceline.errors import PacelineError, ParameterMismatchError
 from paceline.testing import RankPool
 
@@ -430,3 +431,44 @@ def _wrapped_twice_in_turn(rank, world_size):
 
 def test_the_same_module_wrapped_again(ranks):
     ranks(_wrapped_twice_in_turn)
+
+
+def _other_precision(rank, world_size, precisions):
+    model = nn.Linear(4, 2)
+    with pytest.raises(ParameterMismatchError, match="option mixed_precision") as caught:
+        DDP(model, mixed_precision=precisions[rank])
+    # Refused before anything was done to the module.
+    assert model(batch(rank).float()).dtype == torch.float32
+    return str(caught.value)
+
+
+@ours_only
+@pytest.mark.parametrize(
+    "precisions",
+    [
+        (MixedPrecision(reduce_dtype=torch.float16), MixedPrecision(reduce_dtype=torch.bfloat16)),
+        (MixedPrecision(param_dtype=torch.float16), MixedPrecision(param_dtype=torch.bfloat16)),
+        (None, MixedPrecision(reduce_dtype=torch.bfloat16)),
+    ],
+    ids=["reduce_dtype", "param_dtype", "none"],
+)
+def test_ranks_with_different_mixed_precision_are_refused(ranks, precisions):
+    told = ranks(_other_precision, precisions)
+    assert told[0] == told[1]
+    assert "bfloat16" in told[0]
+
+
+def _late_over_a_file(rank, world_size, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 2)
+    if rank == 1:
+        # Longer than any single wait for the others may last; a rank that loads its data is this late.
+        time.sleep(1)
+    ddp = DDP(model)
+    ddp(batch(rank).float()).sum().backward()
+    assert_in_sync(model)
+
+
+def test_a_group_over_a_file_with_a_late_rank(ranks, tmp_path):
+    ranks(_late_over_a_file, str(tmp_path / "store"), backend=None)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,3 +272,103 @@ def _usable_afterwards(rank, world_size):
 @ours_only
 def test_group_is_usable_after_a_broken_contract(ranks):
     ranks(_usable_afterwards)
+
+
+class _Passes(nn.Module):
+    """The second output leads to the input but to no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x):
+        return self.layer(x), 2 * x
+
+
+def _loss_past_the_parameters(rank, world_size, options):
+    torch.manual_seed(0)
+    model = _Passes()
+    ddp = DDP(model, **options)
+    for _ in range(3):
+        x = torch.full((1, 3), rank + 1.0, requires_grad=True)
+        ddp(x)[rank].sum().backward()
+        assert model.layer.weight.grad.tolist() == [[0.5] * 3]
+        want = model.layer.weight.detach() if rank == 0 else torch.full((1, 3), 2.0)
+        assert torch.equal(x.grad, want)
+        ddp.zero_grad()
+
+
+@ours_only
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
+def test_a_loss_of_an_output_that_leads_to_no_parameter(ranks, options):
+    ranks(_loss_past_the_parameters, options, group_timeout_s=20)
+
+
+class _AsNamedTuple(NamedTuple):
+    hidden: torch.Tensor
+    loss: torch.Tensor
+
+
+@dataclass
+class _AsDataclass:
+    hidden: torch.Tensor
+    loss: torch.Tensor
+
+
+class _AsModelOutput(OrderedDict):
+    """A dictionary whose items are attributes, as of some libraries."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def _as_dict(hidden, loss):
+    return {"hidden": hidden, "loss": loss}
+
+
+def _as_nested(hidden, loss):
+    return [hidden, (_AsDataclass(hidden, loss),)]
+
+
+def _loss_of(output):
+    if isinstance(output, list):
+        return output[1][0].loss
+    return output["loss"] if isinstance(output, dict) else output.loss
+
+
+class _PackedOutput(nn.Module):
+    def __init__(self, pack):
+        super().__init__()
+        self.layer = nn.Linear(3, 1, bias=False)
+        self.pack = pack
+
+    def forward(self, x, uses):
+        hidden = self.layer(x) if uses else x * 1
+        return self.pack(hidden=hidden, loss=hidden.sum())
+
+
+def _packed(rank, world_size, pack):
+    torch.manual_seed(0)
+    model = _PackedOutput(pack)
+    ddp = DDP(model)
+    for _ in range(3):
+        output = ddp(torch.ones(1, 3), uses=rank == 0)
+        assert pack in (_as_dict, _as_nested) or type(output) is pack
+        loss = _loss_of(output)
+        if pack is _AsModelOutput:
+            assert output.loss is loss
+        loss.backward()
+        assert model.layer.weight.grad.tolist() == [[0.5] * 3]
+        ddp.zero_grad()
+
+
+@ours_only
+@pytest.mark.parametrize(
+    "pack", [_as_dict, _AsModelOutput, _AsDataclass, _AsNamedTuple, _as_nested], ids=lambda pack: pack.__name__
+)
+def test_a_rank_that_uses_no_parameter_may_pack_its_outputs(ranks, pack):
+    ranks(_packed, pack, group_timeout_s=20)

@@ -1,0 +1,65 @@
+"""Sums of sparse tensors where the backend has none: the same as where it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.control import Channel
+from paceline.exchange import gather_sparse
+
+
+def _sparse(rows, shape, sparse_dim, rank):
+    """``rows`` (with repetitions, perhaps) of a tensor of ``shape``, filled with numbers of the rank's own."""
+    index = torch.tensor(rows, dtype=torch.long).view(len(rows), sparse_dim).t()
+    generator = torch.Generator().manual_seed(rank + 1)
+    values = torch.randint(1, 100, (len(rows), *shape[sparse_dim:]), generator=generator).double()
+    return torch.sparse_coo_tensor(index, values, shape, check_invariants=True).coalesce()
+
+
+def _sums(rank, world_size, rows_of_rank, shape, sparse_dim):
+    tensor = _sparse(rows_of_rank[rank], shape, sparse_dim, rank)
+    before = tensor.to_dense()
+    delivered = []
+    finish = gather_sparse(
+        tensor,
+        group=dist.group.WORLD,
+        channel=Channel(dist.group.WORLD),
+        what="a table",
+        deliver=delivered.append,
+    )
+    assert not delivered
+    finish()
+    (got,) = delivered
+    assert torch.equal(tensor.to_dense(), before)
+    want = tensor.clone()
+    dist.all_reduce(want)
+    assert got.is_coalesced()
+    assert got.shape == want.shape
+    assert got.sparse_dim() == sparse_dim
+    assert torch.equal(got.indices(), want.coalesce().indices())
+    assert torch.equal(got.to_dense(), want.to_dense())
+
+
+@pytest.mark.parametrize(
+    "rows_of_rank",
+    [
+        [[0, 3, 3], [3, 5]],
+        [[1, 2], [4, 0]],
+        [[5], [0, 1, 2, 3, 4, 5]],
+        [[0], []],
+        [[], []],
+    ],
+    ids=["overlapping", "apart", "uneven", "one has none", "none"],
+)
+def test_rows_of_an_embedding(ranks, rows_of_rank):
+    ranks(_sums, rows_of_rank, (6, 4), 1)
+
+
+def test_every_dimension_sparse(ranks):
+    ranks(_sums, [[(0, 1), (2, 2)], [(2, 2), (0, 0), (1, 1)]], (3, 3), 2)
+
+
+def test_three_ranks(ranks):
+    ranks(_sums, [[0, 1], [1], [2, 1, 0]], (3, 2), 1, world_size=3)
