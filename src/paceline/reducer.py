@@ -336,7 +336,7 @@ class Reducer:
             fires=[0] * len(self._slots),
             left=self.ledger.expected.copy(),
         )
-        self.weighing.begin_backward(self._slots)
+        self.weighing.begin_backward(self._slots, syncing=syncing)
         if self.courier.hook is None and not self.weighing.active:
             step.scale = 1.0 / self.courier.size
         if not create_graph:

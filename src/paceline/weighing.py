@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from paceline.bucket import Slot
-from paceline.errors import DisagreementError
+from paceline.errors import DisagreementError, StateError
 from paceline.status import Status
 
 
@@ -20,6 +22,7 @@ class Weighing:
         self._total = 0.0
         self._weighed = False
         self._abstains = False
+        self._adds_to_kept = False
 
     @property
     def active(self) -> bool:
@@ -38,31 +41,36 @@ class Weighing:
             return float(n_ranks + 1)
         return float(self._weighed)
 
-    def begin_backward(self, slots: Sequence[Slot]) -> None:
+    def begin_backward(self, slots: Sequence[Slot], *, syncing: bool) -> None:
         self._abstains = False
-        if self._weighed or self.weight is not None:
-            self._set_aside(slots)
-        self._weighed = self._weighed or self.weight is not None
-        self._total += 1.0 if self.weight is None else self.weight
-
-    def _set_aside(self, slots: Sequence[Slot]) -> None:
-        """What gradients hold from before anything was weighed stays out of the weighted sum."""
-        if all(slot.param.grad is None for slot in slots):
-            # The user has dropped the gradients, and with them what they weighed.
-            self._total, self._weighed = 0.0, False
+        if self._total and (self._weighed or self.weight is not None) and _are_dropped(slots):
+            # The user has thrown the gradients away, and with them what they weighed.
+            self.end_backward()
             for slot in slots:
                 slot.base = None
-        elif not self._weighed:
+        if self.weight is None:
+            if not syncing and not self._total:
+                self._adds_to_kept = any(slot.param.grad is not None for slot in slots)
+        elif self._adds_to_kept and not self._weighed:
+            raise StateError(
+                "Gradients of an earlier step were there when this step began with an unweighted backward in "
+                "no_sync(); now they cannot be told apart from what is to be weighed. Call zero_grad() at the start of "
+                "the step, or weigh all its backwards."
+            )
+        elif not self._total:
+            # What gradients hold from an earlier synchronisation stays out of the weighted sum, until afterwards.
             for slot in slots:
                 if slot.param.grad is not None and slot.base is None:
                     slot.base, slot.param.grad = slot.param.grad.clone(), None
+        self._weighed = self._weighed or self.weight is not None
+        self._total += 1.0 if self.weight is None else self.weight
 
     def take_no_part(self) -> None:
         """A rank that has run out of inputs adds nothing."""
         self._total, self._weighed, self._abstains = 0.0, False, True
 
     def end_backward(self) -> None:
-        self._total, self._weighed, self._abstains = 0.0, False, False
+        self._total, self._weighed, self._abstains, self._adds_to_kept = 0.0, False, False, False
 
     def check(self, status: Status, *, n_ranks: int, rank: int) -> None:
         """Raise on all ranks if some weighed and some did not."""
@@ -81,3 +89,9 @@ class Weighing:
             return None
         # No weight at all anywhere: no gradient.
         return divided_by / status.weight if status.weight else 0.0
+
+
+def _are_dropped(slots: Sequence[Slot]) -> bool:
+    """Whether ``zero_grad()`` was called, in either way."""
+    grads = (slot.param.grad for slot in slots)
+    return all(grad is None or (grad.layout is torch.strided and not grad.any()) for grad in grads)

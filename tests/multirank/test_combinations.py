@@ -112,21 +112,57 @@ def test_weighted_blocks_do_not_nest(ranks):
     ranks(_weighted_nested)
 
 
-def _weighted_thrown_away(rank, world_size, kept_before):
+def _weighted_thrown_away(rank, world_size, kept_before, set_to_none):
     ddp = DDP(_line())
     if kept_before:
         _step(ddp, rank)
-    with ddp.no_sync(), ddp.weighted(2):
+    with ddp.no_sync(), ddp.weighted([1, 3][rank]):
         _step(ddp, rank)
-    ddp.zero_grad()
-    with ddp.weighted(2):
+    ddp.zero_grad(set_to_none=set_to_none)
+    with ddp.weighted([1, 3][rank]):
         _step(ddp, rank)
-    _assert_grad(ddp.module, 1.5)
+    _assert_grad(ddp.module, 1.75)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kept_before", [False, True])
+def test_zero_grad_throws_away_the_weights_of_what_it_throws_away(ranks, kept_before, set_to_none):
+    ranks(_weighted_thrown_away, kept_before, set_to_none)
+
+
+def _weighted_after_unweighted(rank, world_size, kept_before):
+    ddp = DDP(_line())
+    if kept_before:
+        _step(ddp, rank)
+    try:
+        with ddp.no_sync():
+            _step(ddp, rank)
+        with ddp.weighted([1, 3][rank]):
+            _step(ddp, rank)
+    except PacelineError as error:
+        return type(error).__name__
+    return ddp.module.weight.grad[0, 0].item()
 
 
 @pytest.mark.parametrize("kept_before", [False, True])
-def test_zero_grad_throws_away_the_weights_of_what_it_throws_away(ranks, kept_before):
-    ranks(_weighted_thrown_away, kept_before)
+def test_weights_after_backwards_without(ranks, kept_before):
+    """Refused on every rank; or a backward without a weight counts 1, and what was there before stays."""
+    got = ranks(_weighted_after_unweighted, kept_before)
+    assert got[0] == got[1]
+    if not isinstance(got[0], str):
+        assert got[0] == pytest.approx((1 + 1 * 1 + 2 + 3 * 2) / (2 + 4) + 1.5 * kept_before)
+
+
+def _unweighted_after_weighted(rank, world_size):
+    ddp = DDP(_line())
+    with ddp.no_sync(), ddp.weighted([1, 3][rank]):
+        _step(ddp, rank)
+    _step(ddp, rank)
+    return ddp.module.weight.grad[0, 0].item()
+
+
+def test_a_backward_without_a_weight_after_one_with_counts_one(ranks):
+    assert ranks(_unweighted_after_weighted) == [pytest.approx((1 + 1 * 1 + 2 + 3 * 2) / (2 + 4))] * 2
 
 
 def _weighted_in_join(rank, world_size, by_initial):

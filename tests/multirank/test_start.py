@@ -462,9 +462,11 @@ def _late_over_a_file(rank, world_size, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     torch.manual_seed(rank)
     model = nn.Linear(4, 2)
+    # From here on, what the ranks are apart is what follows, not what each had to import.
+    dist.barrier()
     if rank == 1:
-        # Longer than any single wait for the others may last; a rank that loads its data is this late.
-        time.sleep(1)
+        # A rank that loads its data is this late. Two seconds: a file store counts whole ones.
+        time.sleep(2)
     ddp = DDP(model)
     ddp(batch(rank).float()).sum().backward()
     assert_in_sync(model)
