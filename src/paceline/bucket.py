@@ -23,6 +23,8 @@ from paceline.plan import BucketSpec
 # Gradients up to this size are copied into the bucket together when it leaves: one call for many. Larger
 # ones are copied (and scaled in the same pass) as they come, so that their memory is free at once.
 SMALL_NUMEL = 4096
+# In modules without many parameters only the smallest: there it is not Python calls that cost.
+TINY_NUMEL = 1024
 
 Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -96,10 +98,11 @@ class Slot:
         self.late: Tensor | None = None
         self.saved: Tensor | None = None
 
-    def absorb(self, scale: float) -> bool:
+    def absorb(self, scale: float, factor: Tensor | None = None) -> bool:
         """Move what ``param.grad`` holds into the bucket, scaled; ``param.grad`` is None afterwards.
 
-        False if there was nothing: autograd may announce a gradient that is undefined.
+        ``factor`` is the scale as a tensor of no dimensions, which torch multiplies by in half the time. False if
+        there was nothing: autograd may announce a gradient that is undefined.
         """
         grad, view = self.param.grad, self.view
         if grad is None:
@@ -115,7 +118,7 @@ class Slot:
         elif scale == 1.0:
             view.copy_(grad)
         else:
-            torch.mul(grad, scale, out=view)
+            torch.mul(grad, scale if factor is None else factor, out=view)
         self.filled = True
         self.param.grad = None
         return True

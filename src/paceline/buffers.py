@@ -140,6 +140,14 @@ class BufferSync:
                 found[id(buffer)].holders.append((holder, key))
         return list(found.values())
 
+    def is_empty(self) -> bool:
+        """Whether there is no buffer to synchronise."""
+        return not any(
+            buffer is not None and prefix + key not in self._ignored
+            for prefix, holder in self._holders
+            for key, buffer in holder.items()
+        )
+
     def named(self) -> dict[str, Tensor]:
         return {place.name: place.buffer for place in self.places()}
 

@@ -17,7 +17,7 @@ from paceline.bucket import Slot
 
 # Bounds the memory of gradients that are ready and not yet in their buckets.
 BATCH = 32
-# Modules with fewer parameters have no batches.
+# From how many parameters on it is Python calls that cost.
 MANY = 256
 
 

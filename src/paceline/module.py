@@ -464,7 +464,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.forward_sync_buffers
             and self.require_forward_param_sync
             and self._reducer.channel.size > 1
-            and bool(self._buffer_sync.places())
+            and not self._buffer_sync.is_empty()
         )
 
     def sync_buffers(self, *, source: int = 0) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from paceline import _torch
-from paceline.bucket import SMALL_NUMEL, Allocator, Bucket, CommHook, Slot, absorb_together, empty_flat
+from paceline.bucket import SMALL_NUMEL, TINY_NUMEL, Allocator, Bucket, CommHook, Slot, absorb_together, empty_flat
 from paceline.control import Channel
 from paceline.courier import Courier
 from paceline.errors import ContractError, DisagreementError, StateError
@@ -78,6 +78,8 @@ class _Step:
     """Shows what a backward of this module is like: not on a rank that has run out of inputs, nor while another
     wrapper has some of the parameters. Else there is nothing to learn, and no contract to hold it to."""
     scale: float = 1.0
+    factor: Tensor | None = None
+    """The scale as a tensor."""
     next_bucket: int = 0
     complaint: str = ""
     fires: list[int] = field(default_factory=list)
@@ -183,16 +185,16 @@ class Reducer:
         for place, slot in enumerate(self._slots):
             slot.place = place
             self.ledger.used[place] = float(id(slot.param) in used)
-        # Batches pay off where Python calls are what costs. Elsewhere gradients that linger cost page faults.
-        many = len(self._slots) >= MANY
+        limit = SMALL_NUMEL if len(self._slots) >= MANY else TINY_NUMEL
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.bucket = bucket.spec.index
-                small = self.options.copy_in_batches or (many and slot.param.numel() <= SMALL_NUMEL)
+                small = self.options.copy_in_batches or slot.param.numel() <= limit
                 slot.deferred = small and not bucket.spec.sparse
                 slot.prompt = not slot.deferred
             # The gradient that completes a bucket, going by the order seen so far.
             bucket.slots[-1].prompt = True
+        self._mean_factor = torch.tensor(1.0 / self.courier.size, dtype=torch.float64)
         self._status_code = StatusCode(
             n_ranks=self.courier.size, n_buckets=len(self._buckets), n_params=len(self._slots)
         )
@@ -338,7 +340,7 @@ class Reducer:
         )
         self.weighing.begin_backward(self._slots, syncing=syncing)
         if self.courier.hook is None and not self.weighing.active:
-            step.scale = 1.0 / self.courier.size
+            step.scale, step.factor = 1.0 / self.courier.size, self._mean_factor
         if not create_graph:
             self._prepare_storage()
         if syncing:
@@ -444,7 +446,7 @@ class Reducer:
             fires[place] += 1
             if slot.deferred:
                 together.append(slot)
-            elif not (step.create_graph or self._buckets[number].spec.sparse) and slot.absorb(step.scale):
+            elif not (step.create_graph or self._buckets[number].spec.sparse) and slot.absorb(step.scale, step.factor):
                 self.ledger.used[place] = 1.0
             if step.observing:
                 step.order.append(place)
