@@ -126,10 +126,13 @@ class BufferSync:
         self._tree = ModuleTree(self._module)
         self._holders = [(f"{prefix}." if prefix else "", owner._buffers) for prefix, owner in self._tree.owners]
 
-    def places(self) -> list[Place]:
-        """Each buffer that takes part, as of now."""
+    def _revisit(self) -> None:
         if self._tree.changed():
             self._visit()
+
+    def places(self) -> list[Place]:
+        """Each buffer that takes part, as of now."""
+        self._revisit()
         found: dict[int, Place] = {}
         for prefix, holder in self._holders:
             for key, buffer in holder.items():
@@ -142,6 +145,7 @@ class BufferSync:
 
     def is_empty(self) -> bool:
         """Whether there is no buffer to synchronise."""
+        self._revisit()
         return not any(
             buffer is not None and prefix + key not in self._ignored
             for prefix, holder in self._holders
