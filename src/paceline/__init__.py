@@ -7,8 +7,8 @@ The layout, in the order in which data flows:
 - ``bucket``: flat storage that gradients live in; what a comm hook receives
 - ``exchange``: how a bucket crosses the ranks; ``status``: what ranks say with the last one
 - ``reducer``: the phases of a step, with ``inbox`` (gradients that are ready), ``ledger`` (what is known of them),
-  ``courier`` (sends buckets), ``weighing``, ``watch`` (the end of backward), ``higher_order`` (``create_graph=True``)
-  and ``telemetry`` (when things happened)
+  ``courier`` (sends buckets), ``settlement`` (gives gradients out), ``step``, ``weighing``, ``watch`` (the end of
+  backward), ``higher_order`` (``create_graph=True``) and ``telemetry`` (when things happened)
 - ``module``: :class:`DistributedDataParallel`, which connects them; ``options``, ``outputs``, ``buffers``,
   ``join``, ``precision``: its parts; ``compat``, ``logging_data``, ``messages``: torch's names for them
 - ``hooks``: comm hooks; ``sync_batchnorm``

@@ -36,8 +36,9 @@ from paceline.options import (
 from paceline.outputs import find_tensors, first_param_node, move_to_device, tie_to_graph, unreachable_params
 from paceline.plan import MB, BucketPlan
 from paceline.precision import Swap
-from paceline.reducer import ForwardToken, Reducer, ReducerOptions
+from paceline.reducer import Reducer
 from paceline.roster import SPEC_FIELDS, Roster, ignored_names
+from paceline.step import ForwardToken, ReducerOptions
 from paceline.telemetry import now_ns
 
 # Several wrappers may share parameters (one module wrapped anew, a wrapper inside a wrapper).

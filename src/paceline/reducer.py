@@ -14,11 +14,10 @@ result is right; and from then on the bucket waits for that contribution.
 from __future__ import annotations
 
 import contextlib
-import enum
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -36,63 +35,12 @@ from paceline.inbox import BATCH, MANY, Inbox
 from paceline.ledger import Ledger
 from paceline.plan import BucketPlan, make_plan
 from paceline.roster import SPEC_FIELDS, Roster
+from paceline.settlement import hand_out, multiply, send_late
 from paceline.status import Status, StatusCode
+from paceline.step import ForwardToken, Phase, ReducerOptions, Step
 from paceline.telemetry import Telemetry, now_ns
 from paceline.watch import BackwardWatch
 from paceline.weighing import Weighing
-
-
-class Phase(enum.Enum):
-    IDLE = "no backward is running"
-    BACKWARD = "entered with the first gradient (or output) of a backward, left when it has ended"
-    INTERRUPTED = "entered when a backward raised; left by the next one if nothing was under way"
-    BROKEN = "entered when communication failed; never left"
-
-
-@dataclass(frozen=True)
-class ReducerOptions:
-    """What the constructor of the wrapper promises and wishes."""
-
-    caps_bytes: tuple[int, ...] | None = None
-    """Bucket capacities; None for what suits the module."""
-    static_graph: bool = False
-    """Every backward uses the same parameters: checked."""
-    skip_unused: bool = False
-    """Parameters that no rank used in the first step are never used: not reduced, checked."""
-    rebuild: bool = True
-    """Put the buckets into the order in which gradients were ready in the first step."""
-    stable_storage: bool = False
-    """The user promised not to keep gradients over a step (``gradient_as_bucket_view=True``)."""
-    copy_in_batches: bool = False
-    """Copy large gradients, too, in batches instead of as they come."""
-
-
-@dataclass
-class _Step:
-    """What belongs to the backward that runs now. Lists are by place, or by number of the bucket."""
-
-    syncing: bool = False
-    create_graph: bool = False
-    observing: bool = False
-    telling: bool = True
-    """Shows what a backward of this module is like: not on a rank that has run out of inputs, nor while another
-    wrapper has some of the parameters. Else there is nothing to learn, and no contract to hold it to."""
-    scale: float = 1.0
-    factor: Tensor | None = None
-    """The scale as a tensor."""
-    next_bucket: int = 0
-    complaint: str = ""
-    fires: list[int] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    bucket_left: list[int] = field(default_factory=list)
-    finishes: list[Finish] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
-    late: set[int] = field(default_factory=set)
-    came_though_left_out: set[str] = field(default_factory=set)
-
-
-class ForwardToken:
-    """Lives as long as the autograd graph of one forward."""
 
 
 class Reducer:
@@ -126,7 +74,7 @@ class Reducer:
         self._reread = reread
         self._allocator = allocator
         self._inbox = Inbox(self)
-        self._step = _Step()
+        self._step = Step()
         self._slots_by_id: dict[int, Slot] = {}
         self._slots: list[Slot] = []
         self.ledger: Ledger
@@ -236,7 +184,7 @@ class Reducer:
         self.courier.group, self.courier.channel = group, channel
         self._forget_step()
         self.phase = Phase.IDLE
-        self._step = _Step()
+        self._step = Step()
         # Anew: the ranks of this group may have learnt different things before.
         self.adopt(self._reread())
 
@@ -331,7 +279,7 @@ class Reducer:
         if self.around_backward is not None:
             self.around_backward.__enter__()
         self._inbox.limit = BATCH
-        step = self._step = _Step(
+        step = self._step = Step(
             syncing,
             create_graph,
             observing=syncing and self._is_first,
@@ -346,7 +294,7 @@ class Reducer:
         if syncing:
             self._count_what_is_left(step)
 
-    def _count_what_is_left(self, step: _Step) -> None:
+    def _count_what_is_left(self, step: Step) -> None:
         """How many gradients each bucket waits for."""
         if self._unused_hint is not None:
             for index in self._unused_hint:
@@ -638,9 +586,13 @@ class Reducer:
             status = self._wait()
             with torch.no_grad():
                 if any(status.late):
-                    self._second_round(status)
-                self._unweigh(status)
-                self._hand_out(status)
+                    send_late(self._buckets, status, courier=self.courier, scale=step.scale)
+                divided_by = self.courier.size if self.courier.hook is not None else 1
+                factor = self.weighing.factor(status, n_ranks=self.courier.size, divided_by=divided_by)
+                if factor is not None:
+                    multiply(self._buckets, factor)
+                plain = not (self.shares or self._n_in_backward or factor is not None)
+                hand_out(self._slots, None if plain and self._status_code.is_usual(status) else status.used)
         for callback in self.on_finish:
             callback()
         self.on_finish.clear()
@@ -700,45 +652,6 @@ class Reducer:
                 if slot.owned and status.used[slot.place]:
                     slot.param.grad = grad if factor is None else grad * factor
         return status
-
-    def _second_round(self, status: Status) -> None:
-        """[Note: late gradients]: send the buckets again for which some rank has a late contribution."""
-        scale = self._step.scale
-        for bucket, ranks in zip(self._buckets, status.late, strict=True):
-            if not ranks:
-                continue
-            if bucket.spec.sparse:
-                self.courier.start_sparse(bucket, bucket.slots[0].late, scale=scale, is_last=False)()
-                continue
-            assert bucket.payload is not None
-            scratch = bucket.lay_out_late(scale)
-            self.courier.start(bucket, scratch, is_last=False)()
-            bucket.payload.add_(scratch)
-
-    def _unweigh(self, status: Status) -> None:
-        divided_by = self.courier.size if self.courier.hook is not None else 1
-        factor = self.weighing.factor(status, n_ranks=self.courier.size, divided_by=divided_by)
-        if factor is None:
-            return
-        for bucket in self._buckets:
-            if bucket.payload is not None:
-                bucket.payload.mul_(factor)
-            elif bucket.slots[0].view is not None:
-                bucket.slots[0].view = bucket.slots[0].view * factor
-
-    def _hand_out(self, status: Status) -> None:
-        """Give every parameter its gradient back: averaged if anybody used it, untouched if nobody did."""
-        special = self.shares or self._n_in_backward or status.weighing or self.weighing.active
-        if self._status_code.is_usual(status) and not special:
-            for slot in self._slots:
-                slot.param.grad = slot.view
-                slot.filled = False
-            return
-        for slot, used in zip(self._slots, status.used, strict=True):
-            if slot.owned:
-                slot.hand_out(used=bool(used))
-            slot.base = None
-            slot.forget()
 
     # -- afterwards ----------------------------------------------------------------------------------
 
