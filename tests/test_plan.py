@@ -49,19 +49,19 @@ def test_a_large_parameter_fills_the_bucket_that_is_open() -> None:
 def test_the_first_bucket_is_small_by_default() -> None:
     specs = _specs(*[MB // 4] * 40)  # 1 MiB each
     plan = make_plan(specs)
-    # An eighth of 40 MiB.
-    assert plan.caps_bytes == (DEFAULT_FIRST_CAP_BYTES, 5 * MB)
-    assert [len(bucket.params) for bucket in plan.buckets] == [1, 5, 5, 5, 5, 5, 5, 5, 4]
+    # A quarter of 40 MiB.
+    assert plan.caps_bytes == (DEFAULT_FIRST_CAP_BYTES, 10 * MB)
+    assert [len(bucket.params) for bucket in plan.buckets] == [1, 10, 10, 10, 9]
     assert plan.buckets[0].params == (39,)
 
 
 def test_the_default_capacity_has_an_upper_and_a_lower_end() -> None:
     assert default_caps_bytes(_specs(100 * MB)) == (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
-    assert default_caps_bytes(_specs(10)) == (DEFAULT_FIRST_CAP_BYTES, 4 * MB)
+    assert default_caps_bytes(_specs(10)) == (DEFAULT_FIRST_CAP_BYTES, 8 * MB)
 
 
 def test_by_default_a_large_parameter_does_not_wait_for_the_open_bucket() -> None:
-    specs = _specs(2 * MB, MB // 2, MB // 4)  # 8, 2 and 1 MiB; capacities of 1 and 4
+    specs = _specs(2 * MB, MB // 2, MB // 4)  # 8, 2 and 1 MiB; capacities of 1 and 8
     assert _members(make_plan(specs)) == [(2,), (1,), (0,)]
     # But it does if there is next to nothing in that one.
     specs = _specs(2 * MB, 10, MB // 4)

@@ -24,11 +24,11 @@ MB = 1 << 20
 DEFAULT_CAP_BYTES = 25 * MB
 # The first bucket is small so that communication starts while most of backward is still to come.
 DEFAULT_FIRST_CAP_BYTES = 1 * MB
-# The last bucket can overlap with nothing. Unless the user says otherwise, none is larger than this part of the
-# whole: measured on the 17 M-parameter GPT over gloo, 64 MB in 7 buckets instead of 3 takes a third off the wait.
-SMALLEST_PART = 8
-# But every bucket costs a collective: smaller ones than this do not pay.
-DEFAULT_LEAST_CAP_BYTES = 4 * MB
+# The last bucket can overlap with nothing, so none should be a large part of the whole; but each costs a collective.
+# Measured over gloo, against torch's 1 and 25 MiB: a 64 MB GPT steps in 0.98 of the time with quarters and in 1.01
+# with eighths; a 16 MB BERT in 1.00 with buckets of 8 MB and in 1.07 with 4.
+PARTS = 4
+DEFAULT_LEAST_CAP_BYTES = 8 * MB
 
 
 class ParameterSpec(NamedTuple):
@@ -115,7 +115,7 @@ class BucketPlan:
 def default_caps_bytes(specs: Sequence[ParameterSpec]) -> tuple[int, ...]:
     """The capacities for a user who names none."""
     total_bytes = sum(spec.size_bytes for spec in specs if spec.requires_grad)
-    cap_bytes = min(DEFAULT_CAP_BYTES, max(DEFAULT_LEAST_CAP_BYTES, total_bytes // SMALLEST_PART))
+    cap_bytes = min(DEFAULT_CAP_BYTES, max(DEFAULT_LEAST_CAP_BYTES, total_bytes // PARTS))
     return DEFAULT_FIRST_CAP_BYTES, cap_bytes
 
 
