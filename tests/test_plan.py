@@ -57,14 +57,17 @@ def test_the_first_bucket_is_small_by_default() -> None:
 
 def test_the_default_capacity_has_an_upper_and_a_lower_end() -> None:
     assert default_caps_bytes(_specs(100 * MB)) == (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
-    assert default_caps_bytes(_specs(10)) == (DEFAULT_FIRST_CAP_BYTES, 8 * MB)
+    assert default_caps_bytes(_specs(7 * MB)) == (DEFAULT_FIRST_CAP_BYTES, 8 * MB)
+    assert default_caps_bytes(_specs(6 * MB)) == (DEFAULT_CAP_BYTES,)  # 24 MiB go in one piece
 
 
 def test_by_default_a_large_parameter_does_not_wait_for_the_open_bucket() -> None:
-    specs = _specs(2 * MB, MB // 2, MB // 4)  # 8, 2 and 1 MiB; capacities of 1 and 8
+    specs = _specs(8 * MB, MB // 2, MB // 4)  # 32, 2 and 1 MiB; capacities of 1 and 8.75
+    assert _members(make_plan(specs)) == [(2,), (1, 0)]
+    specs = _specs(8 * MB, MB, MB // 4)  # 4 MiB before the large one
     assert _members(make_plan(specs)) == [(2,), (1,), (0,)]
     # But it does if there is next to nothing in that one.
-    specs = _specs(2 * MB, 10, MB // 4)
+    specs = _specs(8 * MB, 10, MB // 4)
     assert _members(make_plan(specs)) == [(2,), (1, 0)]
 
 
