@@ -6,6 +6,7 @@ The layout, in the order in which data flows:
 - ``roster``: which parameters of a module take part, and whether that has changed
 - ``bucket``: flat storage that gradients live in; what a comm hook receives
 - ``exchange``: how a bucket crosses the ranks; ``status``: what ranks say with the last one
+- ``layout``: the buckets of one plan in use; ``ownership``: which of several wrappers reduces a parameter
 - ``reducer``: the phases of a step, with ``inbox`` (gradients that are ready), ``ledger`` (what is known of them),
   ``courier`` (sends buckets), ``settlement`` (gives gradients out), ``step``, ``weighing``, ``watch`` (the end of
   backward), ``higher_order`` (``create_graph=True``) and ``telemetry`` (when things happened)

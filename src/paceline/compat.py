@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline import _torch, hooks
 from paceline.buffers import BufferHookLocation
 from paceline.errors import BadArgumentError, BadTypeError, StateError
-from paceline.join import SILENCE, DDPJoinHook, Word, highest_rank
+from paceline.join import SILENCE, DDPJoinHook, Word, exchange_word, highest_rank, sync_final_model
 from paceline.logging_data import logging_data
 from paceline.messages import unfinished_message
 from paceline.outputs import find_tensors
@@ -336,7 +336,7 @@ class TorchNames:
 
     def _check_and_sync_module_buffers(self: Any) -> None:
         if self._check_sync_bufs_pre_fwd():
-            self.sync_buffers(source=self._authoritative_rank)
+            self.sync_buffers(source=self.joining.authoritative_rank)
 
     def _default_broadcast_coalesced(
         self: Any, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -356,14 +356,15 @@ class TorchNames:
         return highest_rank(rank_cond, rank=input_rank, channel=self._reducer.channel, device=self.placement.device)
 
     def _sync_final_model(self: Any, is_last_joiner: bool) -> None:
-        self.sync_final_model(is_last_joiner=is_last_joiner)
+        sync_final_model(self, is_last_joiner=is_last_joiner)
 
     def _check_global_requires_backward_grad_sync(self: Any, is_joined_rank: bool) -> bool:
         """[Note: one word before each forward]: say it, or hear it on a rank that has joined."""
         rank = self._reducer.channel.rank
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         word = SILENCE if is_joined_rank else Word(syncs, self.will_sync_buffers(), rank)
-        return bool(self._exchange_word(word).sync_gradients)
+        heard = exchange_word(word, channel=self._reducer.channel, device=self.join_device)
+        return heard.sync_gradients
 
     def _match_all_reduce_for_bwd_pass(self: Any) -> None:
         self._reducer.shadow_backward()

@@ -10,6 +10,7 @@ from paceline import exchange
 from paceline.bucket import Bucket, CommHook, GradBucket, Slot
 from paceline.control import Channel
 from paceline.exchange import Finish
+from paceline.layout import Block
 from paceline.status import CARRIERS
 
 
@@ -27,6 +28,11 @@ class Courier:
     @property
     def size(self) -> int:
         return self.channel.size
+
+    def allocate(self, size_bytes: int) -> Block | None:
+        """Memory that the group's ranks share, if it has such: a collective; None on all ranks alike."""
+        allocate = getattr(self.group, "allocate_shared", None)
+        return allocate(size_bytes) if self.size > 1 and allocate is not None else None
 
     def can_carry_status(self, bucket: Bucket) -> bool:
         """[Note: the last bucket carries the status]: whether this one could."""

@@ -17,6 +17,9 @@ from paceline.bucket import Slot
 
 # Bounds the memory of gradients that are ready and not yet in their buckets.
 BATCH = 32
+# A backward needs most memory when it begins, with all activations alive: there a gradient must not wait. With
+# every so many that have come, activations have been freed, and one more may.
+GROWTH = 4
 # From how many parameters on it is Python calls that cost.
 MANY = 256
 
@@ -36,13 +39,24 @@ class Inbox:
         self._handles: dict[int, RemovableHandle] = {}
         self.limit = 1
         """Call the reader at this many: 1 between backwards, so that it hears of the next one at once."""
+        self._in_backward = False
+        self._came = 0
         self._finalizer = weakref.finalize(reader, _remove_all, self._handles)
 
     def take(self) -> list[Slot]:
         slots = self._slots.copy()
         # The list stays the same: the hooks hold its append.
         self._slots.clear()
+        self._came += len(slots)
+        if self._in_backward:
+            self.limit = min(BATCH, 1 + self._came // GROWTH)
         return slots
+
+    def begin_backward(self) -> None:
+        self._in_backward, self._came = True, 0
+
+    def end_backward(self) -> None:
+        self._in_backward, self.limit = False, 1
 
     def listen_to(self, slots: dict[int, Slot]) -> None:
         """Have hooks on the parameters of exactly these slots (by the parameter's id)."""

@@ -8,12 +8,14 @@ that have joined then do their part of exactly those collectives, with nothing t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
+from paceline import _torch
 from paceline.control import Channel
 
 if TYPE_CHECKING:
@@ -52,22 +54,65 @@ def _highest(numbers: list[int], *, channel: Channel, device: torch.device) -> l
     return said.tolist()
 
 
+@dataclass
+class Joining:
+    """What a wrapper knows of the ``join()`` it is in, or was last in."""
+
+    divide_by_initial_world_size: bool = True
+    has_run: bool = False
+    """Some iteration of this wrapper ran inside ``join()``."""
+    has_shadowed: bool = False
+    """This rank has followed others' backwards, so its gradients are not its own."""
+    authoritative_rank: int = 0
+    """Whose model was the final one."""
+
+
+def say_word(ddp: DistributedDataParallel, word: Word) -> int:
+    """Before a forward, inside ``join()`` or not: the rank whose buffers are the ones to follow."""
+    inside = _torch.is_joining(ddp)
+    Join.notify_join_context(ddp)
+    ddp._reducer.weighing.by_participants = inside and not ddp.joining.divide_by_initial_world_size
+    if not inside:
+        return 0
+    ddp.joining.has_run = True
+    return exchange_word(word, channel=ddp._reducer.channel, device=ddp.join_device).rank
+
+
 class DDPJoinHook(JoinHook):
     """Shadows the collectives of one wrapper for a rank that has joined."""
 
     def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         self.ddp = ddp
-        ddp.begin_join(divide_by_initial_world_size=divide_by_initial_world_size)
+        ddp.joining.divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
-        """Do this rank's part of one iteration of the ranks that still have inputs."""
-        self.ddp.shadow_iteration()
+        """[Note: one word before each forward]: do this rank's part of one iteration of the others."""
+        ddp, joining, reducer = self.ddp, self.ddp.joining, self.ddp._reducer
+        joining.has_run = True
+        word = exchange_word(SILENCE, channel=reducer.channel, device=ddp.join_device)
+        reducer.weighing.by_participants = not joining.divide_by_initial_world_size
+        if word.sync_buffers and not ddp.has_buffer_hook:
+            ddp.sync_buffers(source=word.rank)
+        if word.sync_gradients:
+            reducer.shadow_backward()
+            joining.has_shadowed = True
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: give everybody the model of a rank that trained to the end."""
-        self.ddp.sync_final_model(is_last_joiner=is_last_joiner)
+        """All have joined: give everybody the model of the highest rank that trained to the end."""
+        sync_final_model(self.ddp, is_last_joiner=is_last_joiner)
 
 
-def hook_from_arguments(ddp: DistributedDataParallel, kwargs: dict[str, Any]) -> DDPJoinHook:
-    return DDPJoinHook(ddp, divide_by_initial_world_size=bool(kwargs.get("divide_by_initial_world_size", True)))
+def sync_final_model(ddp: DistributedDataParallel, *, is_last_joiner: bool) -> None:
+    """Give all ranks the model of the highest rank that joined last."""
+    joining, reducer = ddp.joining, ddp._reducer
+    source = highest_rank(is_last_joiner, rank=reducer.channel.rank, channel=reducer.channel, device=ddp.join_device)
+    joining.authoritative_rank = source
+    ddp.broadcast_state(source=source, with_buffers=ddp.forward_sync_buffers)
+    reducer.weighing.by_participants = False
+    if joining.has_shadowed:
+        # The others' gradients served the optimizers inside join(); they are not this rank's to add to.
+        joining.has_shadowed = False
+        for slot in reducer.trainable():
+            slot.param.grad = None
+    _torch.leave_join(ddp)

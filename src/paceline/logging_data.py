@@ -76,7 +76,7 @@ def _runtime(ddp: DistributedDataParallel) -> dict[str, Any]:
     reducer = ddp._reducer
     telemetry, times = reducer.telemetry, reducer.telemetry.last
     if not telemetry.steps:
-        return {"join_uneven_inputs": True} if ddp._ran_in_join else {}
+        return {"join_uneven_inputs": True} if ddp.joining.has_run else {}
     data: dict[str, Any] = {
         "forward_compute_time": times.forward_compute_ns,
         "backward_compute_time": times.backward_compute_ns,
@@ -99,6 +99,6 @@ def _runtime(ddp: DistributedDataParallel) -> dict[str, Any]:
         data["rebuilt_per_bucket_param_indices"] = ", ".join(
             " ".join(str(reducer.ledger.place_of[i]) for i in b.params) for b in buckets
         )
-    if ddp._ran_in_join:
+    if ddp.joining.has_run:
         data["join_uneven_inputs"] = True
     return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.profiler import record_function
 
-from paceline import _torch, hooks
+from paceline import _torch, hooks, ownership
 from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
 from paceline.compat import TorchNames, TorchReducer, register_as_torch_s_class
 from paceline.control import OPTION, Channel
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.exchange import hook_name
-from paceline.join import SILENCE, Word, exchange_word, highest_rank, hook_from_arguments
+from paceline.join import DDPJoinHook, Joining, Word, say_word
 from paceline.options import (
     BROADCAST_CHUNK_BYTES,
     BufferPolicy,
@@ -40,11 +39,6 @@ from paceline.reducer import Reducer
 from paceline.roster import SPEC_FIELDS, Roster, ignored_names
 from paceline.step import ForwardToken, ReducerOptions
 from paceline.telemetry import now_ns
-
-# Several wrappers may share parameters (one module wrapped anew, a wrapper inside a wrapper).
-# By order of creation, so that all ranks go through them alike.
-_live_reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
@@ -119,7 +113,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             raise
         self._start(roster, channel, verify=init_sync)
         if init_sync:
-            self._broadcast_state()
+            self.broadcast_state(with_buffers=self.buffer_policy.at_start)
         if mixed_precision is not None:
             self.set_mixed_precision(mixed_precision)
 
@@ -198,16 +192,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._sample_rate = 100
         self._sampled_iteration = 0
         self._last_error = ""
-        self._authoritative_rank = 0
-        self._divide_by_initial_world_size = True
-        self._ran_in_join = False
-        self._has_shadowed = False
+        self.joining = Joining()
         self._swap: Swap | None = None
         # Made on first use: a tensor kept for every wrapper would be one too many for most.
         self._anchor: Tensor | None = None
-        _live_reducers[next(_numbers)] = self._reducer
-        self._take_over()
-        weakref.finalize(self._reducer, _give_back).atexit = False
+        ownership.enter(self._reducer)
 
     def _option_rows(self) -> list[list[Any]]:
         """The options that change what is communicated, for ranks to compare."""
@@ -223,12 +212,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         }
         return [[OPTION + name, value] for name, value in options.items()]
 
-    def _broadcast_state(self) -> None:
-        """Give all ranks the parameters (frozen ones too) and buffers of rank 0."""
+    def broadcast_state(self, *, source: int = 0, with_buffers: bool) -> None:
+        """Give all ranks the parameters (frozen ones too), and buffers, of rank ``source``."""
         tensors: list[Tensor] = list(self._reducer.roster.params)
-        if self.buffer_policy.at_start:
+        if with_buffers:
             tensors += self._buffer_sync.named().values()
-        self.broadcast_tensors(tensors)
+        self.broadcast_tensors(tensors, source=source)
 
     def broadcast_tensors(self, tensors: list[Tensor], *, source: int = 0, chunk_bytes: int | None = None) -> None:
         """Overwrite ``tensors`` on all ranks with rank ``source``'s (its number in this group)."""
@@ -241,12 +230,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 what="parameters and buffers",
                 chunk_bytes=chunk_bytes or BROADCAST_CHUNK_BYTES,
             )
-
-    def _take_over(self) -> None:
-        """This wrapper is the one in use: others that share parameters with it leave those to it."""
-        for other in list(_live_reducers.values()):
-            if other is not self._reducer:
-                other.yield_to(self._reducer)
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -276,18 +259,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if will_sync:
             self._count_iteration()
         if reducer.shares and DistributedDataParallel._active_ddp_module is None:
-            self._take_over()
-        joining = _torch.is_joining(self)
-        source = 0
-        Join.notify_join_context(self)
-        reducer.weighing.by_participants = joining and not self._divide_by_initial_world_size
-        if joining:
-            self._ran_in_join = True
-            word = Word(will_sync, self.will_sync_buffers(), reducer.channel.rank)
-            source = self._exchange_word(word).rank
+            ownership.take_over(reducer)
+        source = say_word(self, Word(will_sync, self.will_sync_buffers(), reducer.channel.rank))
         if self._runs_buffer_hook(BufferHookLocation.PRE_FORWARD):
             self._run_buffer_hook()
-        elif self.will_sync_buffers() and self._buffer_sync.hook is None:
+        elif self.will_sync_buffers() and not self.has_buffer_hook:
             self.sync_buffers(source=source)
         if self.placement.device_ids:
             inputs = move_to_device(inputs, self.placement.device)
@@ -459,6 +435,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- buffers -------------------------------------------------------------------------------------
 
+    @property
+    def has_buffer_hook(self) -> bool:
+        """Whether a hook synchronises buffers instead of a broadcast."""
+        return self._buffer_sync.hook is not None
+
     def will_sync_buffers(self) -> bool:
         """Whether the next forward synchronises buffers."""
         return (
@@ -522,7 +503,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return hook_from_arguments(self, kwargs)
+        divide = bool(kwargs.get("divide_by_initial_world_size", True))
+        return DDPJoinHook(self, divide_by_initial_world_size=divide)
 
     @property
     def join_device(self) -> torch.device:
@@ -531,42 +513,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         return self.process_group
-
-    def begin_join(self, *, divide_by_initial_world_size: bool) -> None:
-        self._divide_by_initial_world_size = divide_by_initial_world_size
-
-    def _exchange_word(self, word: Word) -> Word:
-        return exchange_word(word, channel=self._reducer.channel, device=self.placement.device)
-
-    def shadow_iteration(self) -> None:
-        """[Note: one word before each forward]: this rank has joined and follows the others."""
-        self._ran_in_join = True
-        word = self._exchange_word(SILENCE)
-        self._reducer.weighing.by_participants = not self._divide_by_initial_world_size
-        if word.sync_buffers and self._buffer_sync.hook is None:
-            self.sync_buffers(source=word.rank)
-        if word.sync_gradients:
-            self._reducer.shadow_backward()
-            self._has_shadowed = True
-
-    def sync_final_model(self, *, is_last_joiner: bool) -> None:
-        """Give all ranks the model of the highest rank that trained to the end."""
-        reducer = self._reducer
-        source = highest_rank(
-            is_last_joiner, rank=reducer.channel.rank, channel=reducer.channel, device=self.placement.device
-        )
-        self._authoritative_rank = source
-        tensors: list[Tensor] = list(reducer.roster.params)
-        if self.forward_sync_buffers:
-            tensors += self._buffer_sync.named().values()
-        self.broadcast_tensors(tensors, source=source)
-        reducer.weighing.by_participants = False
-        if self._has_shadowed:
-            # The others' gradients served the optimizers inside join(); they are not this rank's to add to.
-            self._has_shadowed = False
-            for slot in reducer.trainable():
-                slot.param.grad = None
-        _torch.leave_join(self)
 
     # -- the rest of a module ------------------------------------------------------------------------
 
@@ -626,15 +572,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._sample_rate = rate
         if mixed_precision is not None:
             self.set_mixed_precision(mixed_precision)
-
-
-def _give_back() -> None:
-    """A wrapper is gone: parameters that it had taken over go to one that is left."""
-    taken: set[int] = set()
-    for reducer in list(_live_reducers.values()):
-        taken |= reducer.owned_ids()
-    for reducer in list(_live_reducers.values()):
-        taken |= reducer.own(reducer.param_ids - taken)
 
 
 def _backward_notice(ref: weakref.ref[Reducer], token: ForwardToken, probe: Node) -> Callable[[Any], None]:

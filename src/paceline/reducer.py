@@ -25,18 +25,19 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from paceline import _torch
-from paceline.bucket import SMALL_NUMEL, TINY_NUMEL, Allocator, Bucket, CommHook, Slot, absorb_together, empty_flat
+from paceline.bucket import Bucket, CommHook, Slot, absorb_together
 from paceline.control import Channel
 from paceline.courier import Courier
 from paceline.errors import ContractError, DisagreementError, StateError
 from paceline.exchange import Finish
 from paceline.higher_order import average_with_graph, blocking_sum
-from paceline.inbox import BATCH, MANY, Inbox
+from paceline.inbox import Inbox
+from paceline.layout import Layout
 from paceline.ledger import Ledger
 from paceline.plan import BucketPlan, make_plan
 from paceline.roster import SPEC_FIELDS, Roster
 from paceline.settlement import hand_out, multiply, send_late
-from paceline.status import Status, StatusCode
+from paceline.status import Status
 from paceline.step import ForwardToken, Phase, ReducerOptions, Step
 from paceline.telemetry import Telemetry, now_ns
 from paceline.watch import BackwardWatch
@@ -54,7 +55,6 @@ class Reducer:
         channel: Channel,
         options: ReducerOptions,
         reread: Callable[[], Roster],
-        allocator: Allocator = empty_flat,
     ) -> None:
         self.courier = Courier(group, channel)
         self.options = options
@@ -72,12 +72,10 @@ class Reducer:
         self.last_error = ""
         self.has_rebuilt = False
         self._reread = reread
-        self._allocator = allocator
         self._inbox = Inbox(self)
         self._step = Step()
         self._slots_by_id: dict[int, Slot] = {}
-        self._slots: list[Slot] = []
-        self.ledger: Ledger
+        self._layout: Layout
         self._needed_alone = False
         self.shares = False
         """Another wrapper has, or had, some of the same parameters."""
@@ -86,7 +84,7 @@ class Reducer:
         self._left_out: frozenset[int] = frozenset()
         self._order_seen: list[int] | None = None
         self._is_first = True
-        self.adopt(roster)
+        self._adopt(roster, used=set())
 
     @property
     def channel(self) -> Channel:
@@ -96,6 +94,9 @@ class Reducer:
 
     def adopt(self, roster: Roster) -> None:
         """Take ``roster``'s parameters as the ones to reduce."""
+        self._adopt(roster, used=self._layout.used_ids())
+
+    def _adopt(self, roster: Roster, *, used: set[int]) -> None:
         self.roster = roster
         known, self._slots_by_id = self._slots_by_id, {}
         came_unnoticed: list[Slot] = []
@@ -112,41 +113,33 @@ class Reducer:
         # Whatever was learnt of other parameters does not hold for these.
         self._order_seen, self._is_first, self._unused_hint = None, True, None
         self.first_plan = make_plan(roster.specs, caps_bytes=self.options.caps_bytes)
-        self._use(self.first_plan)
-        for slot in came_unnoticed:
-            self.ledger.used[slot.place] = 1.0
+        self._use(self.first_plan, used=used | {id(slot.param) for slot in came_unnoticed})
         self.listen()
 
-    def _use(self, plan: BucketPlan, *, known: Ledger | None = None) -> None:
-        """Make the buckets of ``plan``; storage comes with the next backward that needs it.
+    def _use(self, plan: BucketPlan, *, used: set[int], known: Ledger | None = None) -> None:
+        """Put ``plan`` into force; storage comes with the next backward that needs it.
 
-        ``known`` is the ledger of a plan for the same parameters.
+        ``used`` holds the ids of parameters that got a gradient since the last synchronisation; ``known`` is the
+        ledger of a plan for the same parameters.
         """
-        self.plan = plan
-        used = {id(slot.param) for slot in self._slots if self.ledger.used[slot.place]} if self._slots else set()
-        slot_of = {slot.index: slot for slot in self._slots_by_id.values()}
-        for slot in slot_of.values():
-            slot.view, slot.bucket = None, -1
-        self._buckets = [Bucket(spec, [slot_of[i] for i in spec.params]) for spec in plan.buckets]
-        self._slots = sorted((s for b in self._buckets for s in b.slots), key=lambda slot: slot.index)
-        self.ledger = known or Ledger(plan, [slot.index for slot in self._slots])
-        for place, slot in enumerate(self._slots):
-            slot.place = place
-            self.ledger.used[place] = float(id(slot.param) in used)
-        limit = SMALL_NUMEL if len(self._slots) >= MANY else TINY_NUMEL
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                slot.bucket = bucket.spec.index
-                small = self.options.copy_in_batches or slot.param.numel() <= limit
-                slot.deferred = small and not bucket.spec.sparse
-                slot.prompt = not slot.deferred
-            # The gradient that completes a bucket, going by the order seen so far.
-            bucket.slots[-1].prompt = True
-        self._mean_factor = torch.tensor(1.0 / self.courier.size, dtype=torch.float64)
-        self._status_code = StatusCode(
-            n_ranks=self.courier.size, n_buckets=len(self._buckets), n_params=len(self._slots)
+        self._layout = Layout(
+            plan,
+            self._slots_by_id,
+            n_ranks=self.courier.size,
+            copy_in_batches=self.options.copy_in_batches,
+            ledger=known,
         )
+        self._layout.mark_used(used)
+        self._mean_factor = torch.tensor(1.0 / self.courier.size, dtype=torch.float64)
         self._n_in_backward = 0
+
+    @property
+    def plan(self) -> BucketPlan:
+        return self._layout.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._layout.ledger
 
     @property
     def param_ids(self) -> set[int]:
@@ -202,7 +195,7 @@ class Reducer:
         """The parameters whose gradients a backward that has begun still waits for."""
         if self.phase not in (Phase.BACKWARD, Phase.INTERRUPTED):
             return []
-        missing = [slot.name for slot, left in zip(self._slots, self._step.left, strict=False) if left > 0]
+        missing = [slot.name for slot, left in zip(self._layout.slots, self._step.left, strict=False) if left > 0]
         return missing or ["(none: it raised at the end)"]
 
     def unused_bytes(self) -> int:
@@ -211,7 +204,7 @@ class Reducer:
 
     def trainable(self) -> list[Slot]:
         """The slots of all parameters that are reduced, in registration order."""
-        return self._slots
+        return self._layout.slots
 
     def yield_to(self, other: Reducer) -> None:
         """Let ``other``, a wrapper of some of the same parameters, reduce those."""
@@ -242,7 +235,7 @@ class Reducer:
         self.forwards.discard(token)
         if self.phase is Phase.BACKWARD or not self.active:
             return
-        if not self.shares or any(slot.owned for slot in self._slots):
+        if not self.shares or any(slot.owned for slot in self._layout.slots):
             try:
                 self._start_backward(through_forward=True)
             except BaseException as error:
@@ -278,19 +271,22 @@ class Reducer:
         self.phase = Phase.BACKWARD
         if self.around_backward is not None:
             self.around_backward.__enter__()
-        self._inbox.limit = BATCH
+        self._inbox.begin_backward()
         step = self._step = Step(
             syncing,
             create_graph,
             observing=syncing and self._is_first,
-            fires=[0] * len(self._slots),
+            fires=[0] * len(self._layout.slots),
             left=self.ledger.expected.copy(),
         )
-        self.weighing.begin_backward(self._slots, syncing=syncing)
+        self.weighing.begin_backward(self._layout.slots, syncing=syncing)
         if self.courier.hook is None and not self.weighing.active:
             step.scale, step.factor = 1.0 / self.courier.size, self._mean_factor
+        if syncing and not self._layout.sharing_is_settled and not (self._is_first and self.options.rebuild):
+            # Not in a first step whose buckets are about to be made anew. All ranks are here, with nothing under way.
+            self._layout.share(self.courier.allocate)
         if not create_graph:
-            self._prepare_storage()
+            self._layout.prepare_storage(is_stable=self.options.stable_storage)
         if syncing:
             self._count_what_is_left(step)
 
@@ -303,14 +299,14 @@ class Reducer:
                     step.left[place] = 0
             self._unused_hint = None
         if self.shares:
-            for slot in self._slots:
+            for slot in self._layout.slots:
                 if not slot.owned:
                     step.left[slot.place] = 0
                     step.telling = False
         if 0 in step.left:
-            step.bucket_left = [sum(1 for s in b.slots if step.left[s.place]) for b in self._buckets]
+            step.bucket_left = [sum(1 for s in b.slots if step.left[s.place]) for b in self._layout.buckets]
         else:
-            step.bucket_left = [len(b.slots) for b in self._buckets]
+            step.bucket_left = [len(b.slots) for b in self._layout.buckets]
 
     def _is_training(self) -> bool:
         """Whether a backward that did not come through the wrapper's forward is one of training.
@@ -332,22 +328,8 @@ class Reducer:
     def take_optimizers(self) -> None:
         """Optimizers that run in backward are to find the averaged gradient: from now on we call them."""
         self._n_in_backward = _torch.optimizers_in_backward()
-        for slot in self._slots:
+        for slot in self._layout.slots:
             slot.steps_in_backward = _torch.take_optimizers_in_backward(slot.param)
-
-    def _prepare_storage(self) -> None:
-        """See to it that every bucket has storage that nobody else looks at."""
-        last = self._buckets[-1]
-        for bucket in self._buckets:
-            if bucket.spec.sparse:
-                bucket.slots[0].view = None
-                continue
-            if not self.options.stable_storage and bucket.is_kept_by_somebody():
-                with torch.no_grad():
-                    bucket.renew(self._allocator)
-            if bucket.flat is None:
-                # Room for the status even while a hook keeps it from riding there: hooks come and go.
-                bucket.allocate(self._allocator, tail_numel=self._status_code.numel if bucket is last else 0)
 
     def _replan(self) -> None:
         """The module's parameters have changed since the plan was made: agree on a new one."""
@@ -384,6 +366,7 @@ class Reducer:
             self._settle(slots)
             return
         fires, left, bucket_left, next_bucket = step.fires, step.left, step.bucket_left, step.next_bucket
+        buckets, used = self._layout.buckets, self._layout.ledger.used
         together: list[Slot] = []
         complete = False
         for slot in slots:
@@ -394,8 +377,8 @@ class Reducer:
             fires[place] += 1
             if slot.deferred:
                 together.append(slot)
-            elif not (step.create_graph or self._buckets[number].spec.sparse) and slot.absorb(step.scale, step.factor):
-                self.ledger.used[place] = 1.0
+            elif not (step.create_graph or buckets[number].spec.sparse) and slot.absorb(step.scale, step.factor):
+                used[place] = 1.0
             if step.observing:
                 step.order.append(place)
             left[place] -= 1
@@ -405,7 +388,7 @@ class Reducer:
         if step.create_graph:
             return
         if together:
-            absorb_together(together, self.ledger.used)
+            absorb_together(together, used)
         if complete:
             self._launch_complete()
 
@@ -442,15 +425,15 @@ class Reducer:
     def _launch_complete(self) -> None:
         """Start the buckets whose turn it is. The last one waits for the end: it carries the status."""
         step = self._step
-        while step.next_bucket < len(self._buckets) - 1 and step.bucket_left[step.next_bucket] <= 0:
-            self._launch(self._buckets[step.next_bucket])
+        while step.next_bucket < len(self._layout.buckets) - 1 and step.bucket_left[step.next_bucket] <= 0:
+            self._launch(self._layout.buckets[step.next_bucket])
 
     def _launch(self, bucket: Bucket) -> None:
         step, times = self._step, self.telemetry.current
         if not times.comm_start_ns:
             times.comm_start_ns = now_ns()
         step.next_bucket = bucket.spec.index + 1
-        is_last = bucket is self._buckets[-1]
+        is_last = bucket is self._layout.buckets[-1]
         with torch.no_grad():
             if bucket.spec.sparse:
                 grad = self._take_sparse(bucket)
@@ -460,7 +443,7 @@ class Reducer:
             buffer = bucket.payload
             if is_last and self.courier.can_carry_status(bucket):
                 assert bucket.tail is not None
-                self._status_code.write(self._local_status(), bucket.tail)
+                self._layout.status_code.write(self._local_status(), bucket.tail)
                 buffer = bucket.flat
         assert buffer is not None
         step.finishes.append(self.courier.start(bucket, buffer, is_last=is_last))
@@ -513,7 +496,7 @@ class Reducer:
             self.phase = Phase.INTERRUPTED
 
     def _leave_backward(self) -> None:
-        self._inbox.limit = 1
+        self._inbox.end_backward()
         if self.around_backward is not None:
             self.around_backward.__exit__(None, None, None)
 
@@ -522,9 +505,9 @@ class Reducer:
         self._inbox.take()
         self._leave_backward()
         self.on_finish.clear()
-        self.ledger.used = [0.0] * len(self._slots)
+        self.ledger.used = [0.0] * len(self._layout.slots)
         self.weighing.end_backward()
-        for slot in self._slots:
+        for slot in self._layout.slots:
             slot.base = None
             slot.forget()
 
@@ -560,9 +543,9 @@ class Reducer:
         if self._order_seen is not None:
             self._rebuild()
         # Whatever its gradients hold stays out of the sum.
-        for slot in self._slots:
+        for slot in self._layout.slots:
             slot.param.grad = None
-        self.ledger.used = [0.0] * len(self._slots)
+        self.ledger.used = [0.0] * len(self._layout.slots)
         self._begin(syncing=True)
         self._step.telling = False
         self.weighing.take_no_part()
@@ -581,18 +564,20 @@ class Reducer:
         if step.create_graph and self.courier.hook is None:
             status = self._finish_with_graph()
         else:
-            for bucket in self._buckets[step.next_bucket :]:
+            for bucket in self._layout.buckets[step.next_bucket :]:
                 self._launch(bucket)
             status = self._wait()
             with torch.no_grad():
                 if any(status.late):
-                    send_late(self._buckets, status, courier=self.courier, scale=step.scale)
+                    send_late(self._layout.buckets, status, courier=self.courier, scale=step.scale)
                 divided_by = self.courier.size if self.courier.hook is not None else 1
                 factor = self.weighing.factor(status, n_ranks=self.courier.size, divided_by=divided_by)
                 if factor is not None:
-                    multiply(self._buckets, factor)
+                    multiply(self._layout.buckets, factor)
                 plain = not (self.shares or self._n_in_backward or factor is not None)
-                hand_out(self._slots, None if plain and self._status_code.is_usual(status) else status.used)
+                hand_out(
+                    self._layout.slots, None if plain and self._layout.status_code.is_usual(status) else status.used
+                )
         for callback in self.on_finish:
             callback()
         self.on_finish.clear()
@@ -604,7 +589,7 @@ class Reducer:
 
     def _wait(self) -> Status:
         """Wait for all buckets; everybody's status comes with the last one, or beside it."""
-        last = self._buckets[-1]
+        last = self._layout.buckets[-1]
         beside: tuple[Tensor, Finish] | None = None
         if not self.courier.can_carry_status(last):
             beside = self._start_status()
@@ -621,30 +606,30 @@ class Reducer:
         telemetry.current.comm_end_ns = now_ns()
         telemetry.buckets_reduced = len(finishes)
         telemetry.sent_bytes = self.plan.size_bytes
-        status = self._status_code.read(numbers)
+        status = self._layout.status_code.read(numbers)
         self.weighing.check(status, n_ranks=self.courier.size, rank=self.channel.rank)
         return status
 
     def _finish_with_graph(self) -> Status:
         """``create_graph=True``: the same exchange, but differentiable, and all of it at the end."""
-        for slot in self._slots:
+        for slot in self._layout.slots:
             if self._step.fires[slot.place] and slot.param.grad is not None:
                 self.ledger.used[slot.place] = 1.0
         reduce = blocking_sum(self.courier.group, self.channel)
         self.telemetry.sent_bytes = self.plan.size_bytes
         numbers: Tensor | None = None
         averaged: list[tuple[Bucket, list[Tensor]]] = []
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             tail = None
-            if bucket is self._buckets[-1] and self.courier.can_carry_status(bucket):
-                tail = bucket.slots[0].param.new_empty(self._status_code.numel)
-                self._status_code.write(self._local_status(), tail)
+            if bucket is self._layout.buckets[-1] and self.courier.can_carry_status(bucket):
+                tail = bucket.slots[0].param.new_empty(self._layout.status_code.numel)
+                self._layout.status_code.write(self._local_status(), tail)
             grads, numbers = average_with_graph(bucket, self._step.scale, reduce, tail)
             averaged.append((bucket, grads))
         if numbers is None:
             numbers, finish = self._start_status()
             finish()
-        status = self._status_code.read(numbers)
+        status = self._layout.status_code.read(numbers)
         self.weighing.check(status, n_ranks=self.courier.size, rank=self.channel.rank)
         factor = self.weighing.factor(status, n_ranks=self.courier.size, divided_by=1)
         for bucket, grads in averaged:
@@ -679,7 +664,7 @@ class Reducer:
         order = self.ledger.observe(self._order_seen)
         self._order_seen = None
         if self.courier.size > 1:
-            device = self.courier.status_device(self._slots[0].param.device)
+            device = self.courier.status_device(self._layout.slots[0].param.device)
             shared = torch.tensor(order, dtype=torch.int64, device=device)
             work = dist.broadcast(shared, group_src=0, group=self.courier.group, async_op=True)
             assert work is not None
@@ -688,16 +673,16 @@ class Reducer:
         self.has_rebuilt = True
         plan = make_plan(self.plan.specs, caps_bytes=self.options.caps_bytes, order=order, leave_out=self._left_out)
         if plan.buckets != self.plan.buckets:
-            self._use(plan, known=self.ledger)
+            self._use(plan, used=self._layout.used_ids(), known=self.ledger)
 
     def _leave_out(self, status: Status) -> None:
         """``skip_all_reduce_unused_params``: what no rank used is not sent any more."""
-        unused = frozenset(slot.index for slot, n in zip(self._slots, status.used, strict=True) if not n)
-        if unused and len(unused) < len(self._slots):
+        unused = frozenset(slot.index for slot, n in zip(self._layout.slots, status.used, strict=True) if not n)
+        if unused and len(unused) < len(self._layout.slots):
             self._left_out, self._order_seen = unused, None
             order = [i for i in self.plan.order if i not in unused]
-            caps_bytes = self.options.caps_bytes
-            self._use(make_plan(self.plan.specs, caps_bytes=caps_bytes, order=order, leave_out=unused))
+            plan = make_plan(self.plan.specs, caps_bytes=self.options.caps_bytes, order=order, leave_out=unused)
+            self._use(plan, used=self._layout.used_ids())
 
     # -- status --------------------------------------------------------------------------------------
 
@@ -707,14 +692,14 @@ class Reducer:
             self.weighing.share(),
             self.weighing.vote(self.courier.size),
             float(bool(step.complaint)),
-            [float(number in step.late) for number in range(len(self._buckets))],
+            [float(number in step.late) for number in range(len(self._layout.buckets))],
             self.ledger.used,
         )
 
     def _start_status(self) -> tuple[Tensor, Finish]:
-        device = self.courier.status_device(self._slots[0].param.device)
-        numbers = torch.empty(self._status_code.numel, dtype=torch.float64, device=device)
-        self._status_code.write(self._local_status(), numbers)
+        device = self.courier.status_device(self._layout.slots[0].param.device)
+        numbers = torch.empty(self._layout.status_code.numel, dtype=torch.float64, device=device)
+        self._layout.status_code.write(self._local_status(), numbers)
         return numbers, self.courier.start_status(numbers)
 
     def _complaint(self) -> str:

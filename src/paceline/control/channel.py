@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import _torch
+from paceline.control.last_words import speak_for
 from paceline.errors import ParameterMismatchError, PeerFailedError, RankLostError
 
 T = TypeVar("T")
@@ -71,9 +72,13 @@ class Channel:
         self._timeout_s = _torch.group_timeout_s(group)
         self._agreements = 0
         self._reports: list[int] = []
+        self._nameless = False
+        """The last report could not say which exception it was."""
         self._generation = 0
         self.step = 0
         """How many synchronised backwards this rank has finished."""
+        if self.size > 1:
+            speak_for(self)
 
     # -- agreement -----------------------------------------------------------------------------------
 
@@ -158,15 +163,21 @@ class Channel:
         name = type(error).__name__ if error is not None else "an exception"
         failure = Failure(self.rank, where, name, str(error)[:MESSAGE_LIMIT] if error is not None else "")
         try:
-            number = self._store.add("failures", 1)
+            if self._nameless and error is not None:
+                # The same exception, now that it can be named: backward only knew that there was one.
+                number = self._reports[-1]
+            else:
+                number = self._store.add("failures", 1)
+                self._reports.append(number)
+            self._nameless = error is None
             self._store.set(f"failure/{number}", failure.encode())
-            self._reports.append(number)
         except dist.DistError:
             # The store's host may be gone: then the others see that by themselves.
             return
 
     def retract(self) -> None:
         """This rank goes on after all: the exception was caught and the step is being tried again."""
+        self._nameless = False
         while self._reports:
             # Blanked, not deleted: another rank may be about to read it.
             self._store.set(f"failure/{self._reports.pop()}", "")

@@ -1,0 +1,125 @@
+"""An exception that ends a rank's program reaches the others, wherever it was raised."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import DDP
+from paceline.control import last_words
+from paceline.errors import PeerFailedError, RankLostError
+
+Ranks = Callable[..., list[Any]]
+HEARD_WITHIN_S = 10.0
+
+
+class LossError(RuntimeError):
+    pass
+
+
+class _FailingLoss(torch.autograd.Function):
+    """Fails in backward, before that has reached the module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise LossError("the loss has no gradient here")
+
+
+def _train(rank: int, world_size: int, where: str) -> str:
+    ddp = DDP(nn.Linear(3, 3))
+    ddp(torch.ones(2, 3)).sum().backward()
+    out = ddp(torch.ones(2, 3))
+    if rank == 1:
+        try:
+            if where == "loader":
+                raise LossError("no such file")
+            if where == "module":
+                ddp.module.weight.register_hook(_raise)
+            (out.sum() if where == "module" else _FailingLoss.apply(out)).backward()
+        except LossError as error:
+            # What the interpreter does with an exception that nobody catches; the process goes on, which is the
+            # harder case: no closed connection tells the others.
+            sys.excepthook(type(error), error, error.__traceback__)
+        return "raised"
+    start = time.monotonic()
+    with pytest.raises(PeerFailedError) as caught:
+        out.sum().backward()
+    assert time.monotonic() - start < HEARD_WITHIN_S
+    assert caught.value.rank == 1
+    return str(caught.value)
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise LossError("a hook on the weight")
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("loader", "LossError: no such file"),
+        ("loss", "LossError: the loss has no gradient here"),
+        ("module", "LossError: a hook on the weight"),
+    ],
+)
+def test_the_others_hear_of_an_exception_that_ends_a_program(ranks: Ranks, where: str, told: str) -> None:
+    message, _ = ranks(_train, where, group_timeout_s=600)
+    assert told in message
+    assert "rank 1" in message
+
+
+def _echo(rank: int, world_size: int) -> bool:
+    """Whether the other ranks are told nothing."""
+    ddp = DDP(nn.Linear(3, 3))
+    dist.barrier()
+    if rank == 0:
+        for error in (RankLostError("another rank is gone"), KeyboardInterrupt()):
+            sys.excepthook(type(error), error, None)
+    dist.barrier()
+    return ddp._reducer.channel.news() is None
+
+
+def test_an_error_that_others_caused_is_not_told_again(ranks: Ranks) -> None:
+    assert ranks(_echo) == [True, True]
+
+
+class _Speaker:
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.heard: list[BaseException | None] = []
+
+    def report(self, where: str, error: BaseException | None) -> None:
+        if self.fails:
+            raise OSError("the store is gone")
+        self.heard.append(error)
+
+
+def test_the_hook_that_was_there_is_called_even_if_telling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(last_words, "_hook", None)
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: seen.append(error))
+    speakers = [_Speaker(fails=True), _Speaker(fails=False)]
+    for speaker in speakers:
+        last_words.speak_for(speaker)
+    error = ValueError("boom")
+    sys.excepthook(ValueError, error, None)
+    assert seen == [error]
+    # Two speakers, one hook.
+    assert speakers[1].heard == [error]
+
+
+def test_importing_leaves_the_hook_alone() -> None:
+    code = "import sys, paceline; print(sys.excepthook is sys.__excepthook__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "True"

@@ -1,0 +1,124 @@
+"""The layout: buckets of a plan, and moving them into memory that ranks share."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.bucket import Slot
+from paceline.layout import ALIGNMENT_BYTES, Layout, Pool, aligned
+from paceline.plan import make_plan
+from paceline.roster import Roster
+
+
+class Block:
+    """Memory of one process that stands for shared memory, and remembers what was asked of it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.memory = mmap.mmap(-1, size_bytes)
+        self.offsets: list[int] = []
+        self.released = 0
+
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
+        self.offsets.append(offset_bytes)
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def _layout(module: nn.Module, cap_bytes: int = 100) -> Layout:
+    roster = Roster(module, ignored=frozenset(), delayed=frozenset())
+    slots = {}
+    for index, (param, spec) in enumerate(zip(roster.params, roster.specs, strict=True)):
+        slots[id(param)] = Slot(spec.name, param)
+        slots[id(param)].index = index
+    plan = make_plan(roster.specs, caps_bytes=(cap_bytes,))
+    return Layout(plan, slots, n_ranks=2, copy_in_batches=False)
+
+
+def _flats(layout: Layout) -> list[Tensor]:
+    flats = [bucket.flat for bucket in layout.buckets]
+    assert all(flat is not None for flat in flats)
+    return flats  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("size", "up"), [(0, 0), (1, 64), (64, 64), (65, 128)])
+def test_sizes_are_rounded_up_to_cache_lines(size: int, up: int) -> None:
+    assert aligned(size) == up
+
+
+def test_buckets_are_cut_from_one_block_on_cache_lines_of_their_own() -> None:
+    layout = _layout(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+    blocks: list[Block] = []
+
+    def allocate(size_bytes: int) -> Block:
+        blocks.append(Block(size_bytes))
+        return blocks[0]
+
+    layout.share(allocate)
+    layout.prepare_storage(is_stable=False)
+    (block,) = blocks
+    flats = _flats(layout)
+    assert len(flats) >= 2
+    assert len(block.offsets) == len(flats)
+    assert all(offset % ALIGNMENT_BYTES == 0 for offset in block.offsets)
+    start = min(flat.data_ptr() for flat in flats)
+    for flat, offset in zip(flats, block.offsets, strict=True):
+        assert flat.data_ptr() - start == offset
+    # The last one has room for the status.
+    assert flats[-1].numel() == layout.buckets[-1].spec.numel + layout.status_code.numel
+    assert layout.sharing_is_settled
+
+
+def test_gradients_that_were_there_move_along() -> None:
+    module = nn.Linear(5, 5)
+    layout = _layout(module)
+    layout.prepare_storage(is_stable=False)
+    for slot in layout.slots:
+        assert slot.view is not None
+        slot.param.grad = slot.view.fill_(float(slot.index + 1))
+    before = {flat.data_ptr() for flat in _flats(layout)}
+    layout.share(Block)
+    assert before.isdisjoint(flat.data_ptr() for flat in _flats(layout))
+    for slot in layout.slots:
+        assert slot.param.grad is slot.view
+        assert torch.equal(slot.param.grad, torch.full_like(slot.param, slot.index + 1.0))
+
+
+def test_without_shared_memory_buckets_are_ordinary() -> None:
+    layout = _layout(nn.Linear(5, 5))
+    layout.share(lambda size_bytes: None)
+    assert layout.sharing_is_settled
+    layout.prepare_storage(is_stable=False)
+    _flats(layout)
+
+
+def test_a_bucket_that_moves_becomes_ordinary_memory() -> None:
+    block = Block(64)
+    pool = Pool(block, 64)
+    cpu = torch.device("cpu")
+    assert pool(16, torch.float32, cpu).numel() == 16
+    elsewhere = pool(1, torch.float32, cpu)
+    assert elsewhere.numel() == 1
+    assert block.offsets == [0]
+
+
+def test_the_block_is_released_with_the_layout_and_gradients_outlive_it() -> None:
+    module = nn.Linear(5, 5)
+    layout = _layout(module)
+    blocks = [Block(4096)]
+    layout.share(lambda size_bytes: blocks[0])
+    layout.prepare_storage(is_stable=False)
+    slot = layout.slots[0]
+    assert slot.view is not None
+    module.weight.grad = slot.view.fill_(3.0)
+    gone = weakref.ref(layout)
+    del layout, slot
+    assert gone() is None
+    assert blocks.pop().released == 1
+    assert torch.equal(module.weight.grad, torch.full((5, 5), 3.0))
