@@ -6,12 +6,12 @@ STAMP := $(VENV)/.installed
 # One thread a rank: two ranks share the two cores of the machines we run on.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install train test check conformance bench clean
+.PHONY: install train test check conformance collectives sanitize model soak bench bench-shm clean
 
 install: $(STAMP)
 
 # torch is pinned to the build we test with; a looser request pulls CUDA packages.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 "numpy>=1.26"
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,bench]"
@@ -30,6 +30,28 @@ check: install
 
 conformance: install
 	$(BIN)/python -m tests.conformance $(ARGS)
+
+# torch's own tests of collectives, on gloo and on shm; writes docs/transport-conformance.md.
+collectives: install
+	$(BIN)/python -m tests.conformance --suite collectives
+
+# The C kernel of the transport under ThreadSanitizer and the address and undefined-behaviour sanitizers.
+sanitize:
+	$(MAKE) -C tests/transport/sanitize
+
+# The transport's protocol, checked exhaustively (needs spin, from Debian).
+model: install
+	PACELINE_MODEL=full $(BIN)/python -m pytest tests/transport/model
+
+# What is too long for every change.
+soak: install
+	$(BIN)/python -m tests.transport.killing --runs 200
+	$(BIN)/python -m tests.transport.fuzz --programs 2000
+
+# The shared-memory transport: all-reduce by size, and training.
+bench-shm: install
+	$(BIN)/python -m benchmarks.collectives
+	$(BIN)/python -m benchmarks --suite shm --out benchmarks/results/shm
 
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -3,6 +3,8 @@
     python -m benchmarks                  # everything; writes benchmarks/results/
     python -m benchmarks --quick          # a smoke run of a tiny model
     python -m benchmarks --suite step --model mlp --rounds 40
+    python -m benchmarks --suite shm      # training through shared memory, and its goals
+    python -m benchmarks.collectives      # all_reduce by size: gloo, shared memory, MPI, the limit
 
 Files, in the order data flows through them:
 
@@ -15,6 +17,7 @@ Files, in the order data flows through them:
     stats.py     samples -> medians, paired ratios and how far they can be trusted
     report.py    table, picture, JSON
     settings.py  what a run was asked to do
+    collectives/ a command of its own: see there
 
 To add a transport, a compiled mode or a model, add one registration in `modes.py` or `models.py`; to
 measure something new, add a function to `suites.py`. Nothing else lists names.

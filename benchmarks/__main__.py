@@ -20,7 +20,7 @@ from .models import CASES
 from .modes import MODES
 from .report import Results, print_tables, save_json, save_picture
 from .settings import Settings
-from .stats import Check, Series
+from .stats import Check, Ratio, Series, Verdict
 from .suites import SUITES
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -58,20 +58,18 @@ def _positive(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
     console = Console(width=150 if not sys.stdout.isatty() else None, highlight=False)
-    modes = []
-    for mode in (MODES[name] for name in chosen.mode or MODES):
-        reason = mode.missing()
-        if reason is None:
-            modes.append(mode.name)
-        else:
-            console.print(f"mode {mode.name} is left out: {reason}", style="yellow")
-    if not modes:
+    suites = tuple(chosen.suite or [suite.name for suite in SUITES.values() if suite.default])
+    modes = dict.fromkeys(chosen.mode or [name for suite in suites for name in SUITES[suite].modes])
+    missing = {name: reason for name in modes if (reason := MODES[name].missing()) is not None}
+    for name, reason in missing.items():
+        console.print(f"mode {name} is left out: {reason}", style="yellow", markup=False)
+    if len(missing) == len(modes):
         console.print("no mode is left to run", style="red")
         return 2
     settings = Settings(
-        suites=tuple(chosen.suite or [suite.name for suite in SUITES.values() if suite.default]),
+        suites=suites,
         models=tuple(chosen.model) if chosen.model else ("tiny",) if chosen.quick else None,
-        modes=tuple(modes),
+        modes=tuple(chosen.mode) if chosen.mode else None,
         rounds=chosen.rounds or (2 if chosen.quick else None),
         steps=chosen.steps or (1 if chosen.quick else 3),
         warmup=2 if chosen.quick else 5,
@@ -80,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed=chosen.seed,
     )
     whole = not (chosen.suite or chosen.model or chosen.mode or chosen.quick)
-    out: Path = chosen.out or (RESULTS if whole and len(modes) == len(MODES) else PARTIAL)
+    out: Path = chosen.out or (RESULTS if whole and not missing else PARTIAL)
     results = Results(about=_about(settings))
     start = time.monotonic()
     # A time-out's SIGTERM must end the ranks as Ctrl-C does.
@@ -103,6 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
                     results.series.append(Series(**event))
                 elif kind == "check":
                     results.checks.append(Check(**event))
+                elif kind == "verdict":
+                    ratio = event.pop("ratio")
+                    results.verdicts.append(Verdict(**event, ratio=ratio and Ratio(**ratio)))
                 else:
                     bar.console.print(event["text"], markup=False)
 

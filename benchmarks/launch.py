@@ -10,17 +10,30 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-from .settings import Settings
+from typing import Any, Protocol
 
 
 class RankFailedError(RuntimeError):
     """A rank process ended with an error; its own message is on stderr."""
 
 
-def run(settings: Settings, on_event: Callable[[dict[str, Any]], None]) -> None:
-    """Start the ranks, hand on what rank 0 reports, and leave no process behind."""
+class Settings(Protocol):
+    """What a rank process needs to know before it reads the rest of its settings."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    def to_json(self) -> str: ...
+
+
+def run(settings: Settings, on_event: Callable[[dict[str, Any]], None], *, program: str = "benchmarks.ranks") -> None:
+    """Start the ranks, hand on what rank 0 reports, and leave no process behind.
+
+    `program` is the module that each rank runs; it begins with `ranks.joined`.
+    """
     # Handing rank 0 a socket that already listens avoids racing others for a free port.
     listener = socket.create_server(("127.0.0.1", 0))
     reader, writer = os.pipe()
@@ -38,7 +51,7 @@ def run(settings: Settings, on_event: Callable[[dict[str, Any]], None]) -> None:
             ranks.append(
                 subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "benchmarks.ranks", str(rank)),
+                        *(sys.executable, "-m", program, str(rank)),
                         *(str(listener.getsockname()[1]), str(listener.fileno()), str(writer)),
                         settings.to_json(),
                     ],

@@ -21,6 +21,8 @@ from .models import Batch, Case
 
 BATCHES = 8
 """Distinct batches of a rank; steps cycle through them."""
+SHM = "cpu:shm"
+"""Paceline's backend for the ranks of one host."""
 
 
 @dataclasses.dataclass
@@ -130,14 +132,44 @@ def _local(job: Job, module: nn.Module) -> nn.Module:
     return module
 
 
-def _torch_ddp(job: Job, module: nn.Module, *, views: bool) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module, process_group=job.group(), gradient_as_bucket_view=views)
+def _torch_ddp(job: Job, module: nn.Module, *, views: bool, backend: str | None = None) -> nn.Module:
+    group = job.group(backend)
+    return nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
 
 
-def _paceline(job: Job, module: nn.Module, *, views: bool) -> nn.Module:
+def _paceline(job: Job, module: nn.Module, *, views: bool, backend: str | None = None) -> nn.Module:
     import paceline
 
-    return paceline.DistributedDataParallel(module, process_group=job.group(), gradient_as_bucket_view=views)
+    group = job.group(backend)
+    return paceline.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
+
+
+def _on_shm(wrap: Callable[..., nn.Module], job: Job, module: nn.Module) -> nn.Module:
+    from paceline import transport
+
+    carried = transport.describe(job.group(SHM))
+    if "shared memory" not in carried:
+        # Figures of gloo under another name would mislead.
+        raise RuntimeError(f"the ranks of this run share no memory ({carried}); leave the modes on {SHM} out")
+    return wrap(job, module, views=True, backend=SHM)
+
+
+class Threaded(Trainer):
+    """The first rank trains on the batches of all ranks, with as many threads; the others have nothing to do."""
+
+    def forward(self, index: int) -> Tensor:
+        batches = [self.job.batch(index, rank=rank) for rank in range(self.job.world_size)]
+        return self.job.case.loss(self.module, tuple(map(torch.cat, zip(*batches, strict=True))))
+
+    def step(self, index: int) -> None:
+        if self.job.rank:
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads * self.job.world_size)
+        try:
+            super().step(index)
+        finally:
+            torch.set_num_threads(threads)
 
 
 register(Mode(name="local", title="local, no communication", family="local", wrap=_local))
@@ -173,5 +205,36 @@ register(
         family="paceline",
         wrap=functools.partial(_paceline, views=True),
         requires="paceline",
+    )
+)
+USUAL = tuple(MODES)
+"""What a suite compares unless it says otherwise."""
+
+register(
+    Mode(
+        name="torch-shm",
+        title="torch DDP, views, shm",
+        family="torch on shm",
+        wrap=functools.partial(_on_shm, _torch_ddp),
+        requires="paceline.transport",
+    )
+)
+register(
+    Mode(
+        name="paceline-shm",
+        title="Paceline, views, shm",
+        family="paceline",
+        wrap=functools.partial(_on_shm, _paceline),
+        requires="paceline.transport",
+    )
+)
+# Its weights differ from those of the ranks in the last bits: one mean over all is not the mean of means.
+register(
+    Mode(
+        name="two-threads",
+        title="one process, two threads",
+        family="local",
+        wrap=_local,
+        trainer=Threaded,
     )
 )

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,14 +21,18 @@ from .settings import Settings
 
 MIN_ROUNDS, MAX_ROUNDS = 8, 60
 
+Emit = Callable[[dict[str, Any]], None]
+"""Reports an event to the command; does nothing on ranks other than 0."""
+
 
 class Bench:
     """What a suite may use on a rank."""
 
-    def __init__(self, settings: Settings, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, settings: Settings, rank: int, emit: Emit) -> None:
         self.settings = settings
         self.rank = rank
-        self.modes: list[Mode] = [MODES[name] for name in settings.modes]
+        self.modes: list[Mode] = []
+        """Those of the suite that runs now."""
         self._emit = emit
         self._groups: dict[tuple[str | None, bool], dist.ProcessGroup] = {}
         self._reported_at = 0.0
@@ -84,20 +88,20 @@ class Bench:
             self._emit({"event": "progress", "label": label, "done": done, "total": total})
 
 
-def main() -> None:
-    from .suites import SUITES
-
+@contextlib.contextmanager
+def joined() -> Iterator[tuple[int, str, Emit]]:
+    """Join the run that `launch.run` started this process for: its rank, the settings as JSON, how to report."""
     rank, port, listener, report = map(int, sys.argv[1:5])
-    settings = Settings.from_json(sys.argv[5])
-    torch.set_num_threads(settings.threads)
+    settings = json.loads(sys.argv[5])
+    torch.set_num_threads(settings["threads"])
     store = dist.TCPStore(
         "127.0.0.1",
         port,
-        settings.world_size,
+        settings["world_size"],
         is_master=rank == 0,
         master_listen_fd=listener if rank == 0 else None,
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings["world_size"])
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         pipe = stack.enter_context(os.fdopen(report, "w")) if rank == 0 else None
@@ -106,8 +110,18 @@ def main() -> None:
             if pipe is not None:
                 print(json.dumps(event), file=pipe, flush=True)
 
+        yield rank, sys.argv[5], emit
+
+
+def main() -> None:
+    from .suites import SUITES
+
+    with joined() as (rank, text, emit):
+        settings = Settings.from_json(text)
         bench = Bench(settings, rank, emit)
         for suite in (SUITES[name] for name in settings.suites):
+            modes = (MODES[name] for name in settings.modes or suite.modes)
+            bench.modes = [mode for mode in modes if mode.missing() is None]
             for case in (CASES[name] for name in settings.models or suite.models):
                 emit({"event": "progress", "label": f"{suite.name} {case.name}", "done": 0, "total": 1})
                 for result in suite.run(bench, case):

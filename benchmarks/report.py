@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .models import CASES
 from .modes import MODES
-from .stats import Check, Row, Series, rows
+from .stats import Check, Row, Series, Verdict, rows
 from .suites import SUITES
 
 SCALES = {"s": (1e3, "ms"), "bytes": (1e-6, "MB")}
@@ -30,6 +30,7 @@ class Results:
     """Machine, versions and settings, as far as they help to read the figures."""
     series: list[Series] = dataclasses.field(default_factory=list)
     checks: list[Check] = dataclasses.field(default_factory=list)
+    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
 
     def rows(self) -> list[Row]:
         return [row for series in self.series for row in rows(series)]
@@ -51,11 +52,14 @@ def save_json(results: Results, path: Path) -> None:
         "about": results.about,
         "rows": [dataclasses.asdict(row) for row in results.rows()],
         "checks": [dataclasses.asdict(check) for check in results.checks],
+        "verdicts": [dataclasses.asdict(verdict) for verdict in results.verdicts],
         "series": series,
     }
     # One line an entry: readable in a diff, without a line for each sample.
     lines = [f'"about": {json.dumps(results.about)}']
-    for name in ("rows", "checks", "series"):
+    for name in ("rows", "checks", "verdicts", "series"):
+        if name == "verdicts" and not parts[name]:
+            continue  # most suites have none
         entries = ",\n  ".join(json.dumps(entry) for entry in parts[name])
         lines.append(f'"{name}": [\n  {entries}\n ]')
     path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
@@ -86,6 +90,15 @@ def print_tables(results: Results, console: Console) -> None:
         table.add_section()
     console.print(table)
     console.print("* the better torch mode, which the ratios of its rows are to; medians of paired ratios")
+    for verdict in results.verdicts:
+        ratio = verdict.ratio
+        found = "" if ratio is None else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] x"
+        console.print(
+            f"{verdict.word:7} {verdict.model}: {verdict.mode} takes {found} {verdict.reference}'s step,"
+            f" at most {verdict.goal:.3f} wanted",
+            style=VERDICT_STYLES[verdict.word],
+            markup=False,
+        )
     for check in results.checks:
         same = "bit-equal to" if check.equal else f"max |difference| {check.difference:.3g} from"
         ranks = "" if check.ranks_equal else "; RANKS DIFFER"
@@ -129,7 +142,8 @@ def save_picture(results: Results, path: Path) -> None:
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     figure.legend(handles, [MODES[name].title for name in colours], loc="outside upper center", ncols=len(colours))
     about = results.about
-    setting = f"{about['world_size']} ranks x {about['threads']} thread, gloo, CPU, torch {about['torch']}"
+    transport = "gloo and shared memory" if any(name.endswith("shm") for name in colours) else "gloo"
+    setting = f"{about['world_size']} ranks x {about['threads']} thread, {transport}, CPU, torch {about['torch']}"
     reading = "bars: median of paired ratios, whiskers: 95% bootstrap interval, labels: median"
     figure.supxlabel(f"{setting}; {reading}", fontsize=9)
     figure.savefig(path, dpi=110)

@@ -12,8 +12,8 @@ class Settings:
     """Names from `suites.SUITES`, in the order they run."""
     models: tuple[str, ...] | None
     """Names from `models.CASES`; None lets each suite use its own."""
-    modes: tuple[str, ...]
-    """Names from `modes.MODES`."""
+    modes: tuple[str, ...] | None
+    """Names from `modes.MODES`; None lets each suite use its own."""
     rounds: int | None
     """How often each mode gets its turn: the number of paired samples. None: as many as `budget_s` allows."""
     steps: int

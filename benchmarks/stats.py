@@ -54,6 +54,29 @@ class Ratio:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One mode held against another one: for goals that are not about the better torch mode."""
+
+    suite: str
+    model: str
+    mode: str
+    reference: str
+    ratio: Ratio | None
+    goal: float
+    """The most that the ratio may be."""
+    word: str
+    """As in a row's verdict."""
+
+
+def judge(series: Series, mode: str, reference: str, goal: float) -> Verdict | None:
+    """Hold one mode against another; None where one of the two was not run."""
+    if mode not in series.values or reference not in series.values:
+        return None
+    ratio = paired_ratio(series.values[mode], series.values[reference])
+    return Verdict(series.suite, series.model, mode, reference, ratio, goal, _verdict(ratio, goal))
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     suite: str
     model: str

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from .memory import footprint, gradient_bytes, resident_growth
 from .models import Case
-from .modes import MODES, Job, Mode, Replica
+from .modes import MODES, USUAL, Job, Mode, Replica
 from .ranks import Bench
-from .stats import Check, Series
+from .stats import Check, Series, Verdict, judge
 
-Result = Series | Check | str
+Result = Series | Check | Verdict | str
 """A string is printed as it is."""
 
 
@@ -37,6 +37,8 @@ class Suite:
     """What it runs on unless --model says otherwise."""
     run: Callable[[Bench, Case], Iterator[Result]]
     default: bool = True
+    modes: tuple[str, ...] = USUAL
+    """What it compares unless --mode says otherwise."""
 
 
 SUITES: dict[str, Suite] = {}
@@ -70,10 +72,10 @@ class Clock:
         self.wall.append(time.perf_counter() - wall)
 
 
-def _step(bench: Bench, case: Case) -> Iterator[Result]:
-    replicas, clocks, steps = _take_turns(bench, bench.job(case), "step")
+def _step(bench: Bench, case: Case, *, suite: str = "step", step_goal: float | None = 1.0) -> Iterator[Result]:
+    replicas, clocks, steps = _take_turns(bench, bench.job(case), suite)
     width = bench.settings.steps
-    for metric, part, goal in (("step", "wall", 1.0), ("step, CPU time", "processor", None)):
+    for metric, part, goal in (("step", "wall", step_goal), ("step, CPU time", "processor", None)):
         values = {}
         for name, clock in clocks.items():
             everybody = bench.gather(getattr(clock, part), width)
@@ -81,9 +83,9 @@ def _step(bench: Bench, case: Case) -> Iterator[Result]:
             values[name] = [
                 statistics.median(map(max, zip(*turn, strict=True))) for turn in zip(*everybody, strict=True)
             ]
-        yield Series("step", case.name, metric, "s", values, goal=goal, pictured=goal is not None)
+        yield Series(suite, case.name, metric, "s", values, goal=goal, pictured=part == "wall")
     synchronised = {mode.name: replicas[mode.name] for mode in bench.modes if mode.synchronised}
-    yield from _compare(bench, case, "step", synchronised, steps)
+    yield from _compare(bench, case, suite, synchronised, steps)
 
 
 def _alone(bench: Bench, case: Case) -> Iterator[Result]:
@@ -163,6 +165,27 @@ def _compare(bench: Bench, case: Case, suite: str, replicas: dict[str, Replica],
 def _state(replica: Replica) -> list[torch.Tensor]:
     tensors = [*replica.module.parameters(), *replica.module.buffers()]
     return [tensor.detach().double() for tensor in tensors if tensor.numel()]
+
+
+SHM_GOALS = {
+    "gpt": (
+        ("paceline-shm", "torch-views", 1 / 1.35),
+        ("paceline-shm", "two-threads", 1.0),
+        ("torch-shm", "torch-views", 1 / 1.2),
+    ),
+    "bert": (("paceline-shm", "torch-views", 1 / 1.15),),
+}
+"""By model: mode, what it is held against, and the most that the ratio of their steps may be."""
+
+
+def _shm(bench: Bench, case: Case) -> Iterator[Result]:
+    for result in _step(bench, case, suite="shm", step_goal=None):
+        yield result
+        if isinstance(result, Series) and result.metric == "step":
+            for mode, reference, goal in SHM_GOALS.get(case.name, ()):
+                verdict = judge(result, mode, reference, goal)
+                if verdict is not None:
+                    yield verdict
 
 
 # --- wrapping --------------------------------------------------------------------------------------------
@@ -284,4 +307,14 @@ register(Suite("step", "Step time, 2 ranks over gloo", ALL, _step))
 register(Suite("memory", "Gradient memory of a rank", ALL, _memory))
 register(Suite("wrap", "Wrapping and the first steps", ("mlp",), _wrap))
 register(Suite("world1", "Step time at world size 1", ("mlp", "gpt"), _alone))
+register(
+    Suite(
+        "shm",
+        "Step time, 2 ranks through shared memory",
+        ("gpt", "bert"),
+        _shm,
+        default=False,
+        modes=("local", "torch-views", "torch-shm", "paceline-shm", "two-threads"),
+    )
+)
 register(Suite("profile", "Where the time goes (cProfile)", ("mlp",), _profile, default=False))

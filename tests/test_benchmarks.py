@@ -18,10 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("matplotlib", reason="the bench extra is not installed")
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.collectives import settings as collectives  # noqa: E402
+from benchmarks.collectives.judge import Curve, points, sentences  # noqa: E402
+from benchmarks.collectives.methods import METHODS  # noqa: E402
 from benchmarks.memory import footprint  # noqa: E402
-from benchmarks.modes import MODES  # noqa: E402
+from benchmarks.modes import MODES, USUAL, Job  # noqa: E402
 from benchmarks.settings import Settings  # noqa: E402
-from benchmarks.stats import Series, paired_ratio, rows  # noqa: E402
+from benchmarks.stats import Series, judge, paired_ratio, rows  # noqa: E402
+from benchmarks.suites import SUITES  # noqa: E402
 
 METRICS = {
     "step": {"step"},
@@ -31,9 +35,9 @@ METRICS = {
 }
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, module: str = "benchmarks") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -47,7 +51,7 @@ def test_quick_run_reports_every_suite_in_every_mode(tmp_path: Path) -> None:
     done = _run("--quick", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
-    modes = {mode.name for mode in MODES.values() if mode.missing() is None}
+    modes = {name for name in USUAL if MODES[name].missing() is None}
     seen: dict[str, dict[str, set[str]]] = {}
     for row in found["rows"]:
         seen.setdefault(row["suite"], {}).setdefault(row["metric"], set()).add(row["mode"])
@@ -64,6 +68,31 @@ def test_quick_run_reports_every_suite_in_every_mode(tmp_path: Path) -> None:
         name for name in modes if MODES[name].synchronised and name != "torch"
     }
     assert all(check["equal"] and check["ranks_equal"] for check in found["checks"]), found["checks"]
+
+
+def test_shm_suite_compares_its_own_modes(tmp_path: Path) -> None:
+    done = _run("--suite", "shm", "--quick", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "bench.json").read_text())
+    modes = {name for name in SUITES["shm"].modes if MODES[name].missing() is None}
+    assert {row["mode"] for row in found["rows"]} == modes
+    assert {check["mode"] for check in found["checks"]} == modes & {"torch-shm", "paceline-shm"}
+    assert all(check["equal"] and check["ranks_equal"] for check in found["checks"]), found["checks"]
+
+
+def test_quick_collectives_report_every_method_at_every_size(tmp_path: Path) -> None:
+    done = _run("--quick", "--rounds", "1", "--out", str(tmp_path), module="benchmarks.collectives")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads((tmp_path / "collectives.json").read_text())["runs"]
+    methods = {name for name, method in METHODS.items() if method.missing() is None}
+    assert {"gloo", "limit"} <= methods
+    assert {(point["nbytes"], point["method"]) for point in run["points"]} == {
+        (nbytes, name) for nbytes in collectives.QUICK_SIZES for name in methods
+    }
+    assert all(point["median_s"] > 0 for point in run["points"])
+    for method in METHODS.values():
+        assert method.title in done.stdout  # those that are missing are named, too
+    assert (tmp_path / "collectives.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_unknown_model_is_refused_with_the_choices() -> None:
@@ -108,11 +137,57 @@ def test_verdict_is_against_the_better_torch_mode(values: list[float], verdict: 
     assert found["torch"].verdict == ""
 
 
+def test_a_mode_is_judged_against_the_one_that_is_named() -> None:
+    values = {"torch-views": [2.0] * 6, "two-threads": [1.0] * 6, "paceline-shm": [1.2] * 6}
+    series = Series(suite="shm", model="gpt", metric="step", unit="s", values=values)
+    found = {reference: judge(series, "paceline-shm", reference, 1.0) for reference in (*values, "torch")}
+    assert found["torch"] is None
+    assert found["torch-views"] is not None
+    assert found["torch-views"].word == "met"
+    assert found["two-threads"] is not None
+    assert found["two-threads"].word == "missed"
+
+
+def test_collectives_are_judged_against_gloo_and_the_limit() -> None:
+    seconds = {"gloo": [60.0] * 6, "shm": [5.0] * 6, "shm-zero-copy": [4.0] * 6, "limit": [3.0] * 6}
+    found = {point.method: point for point in points(Curve(1 << 20, seconds), ranks=2)}
+    assert found["gloo"].verdict == found["limit"].verdict == ""
+    assert found["shm"].verdict == "met"  # 12 times gloo, which is all that is asked of it
+    zero_copy = found["shm-zero-copy"]
+    assert zero_copy.times_gloo is not None
+    assert zero_copy.of_limit is not None
+    assert (zero_copy.times_gloo.value, zero_copy.of_limit.value) == (15.0, 0.75)
+    assert zero_copy.verdict == "missed"  # three quarters of the limit
+    assert [line.split()[0] for line in sentences(list(found.values()))] == ["met", "met", "missed"]
+    # Between the sizes that have a goal, nothing is judged but the share of the limit; four ranks always are.
+    assert points(Curve(1 << 16, seconds), ranks=2)[1].verdict == ""
+    assert points(Curve(1 << 16, seconds), ranks=4)[1].goal_gloo == 3.0
+
+
+def test_two_threads_train_on_the_batches_of_all_ranks() -> None:
+    import torch
+    from benchmarks.models import CASES
+
+    job = Job(case=CASES["tiny"], rank=0, world_size=2, process_group=None, new_group=None)  # type: ignore[arg-type]
+    threads = torch.get_num_threads()
+    replica = MODES["two-threads"].build(job)
+    losses = [CASES["tiny"].loss(replica.module, job.batch(3, rank=rank)) for rank in range(2)]
+    torch.testing.assert_close(replica.forward(3), (losses[0] + losses[1]) / 2)
+    replica.step(3)
+    assert torch.get_num_threads() == threads
+    before = [parameter.clone() for parameter in replica.module.parameters()]
+    job.rank = 1
+    replica.step(4)
+    assert all(torch.equal(a, b) for a, b in zip(before, replica.module.parameters(), strict=True))
+
+
 def test_settings_survive_the_way_to_the_ranks() -> None:
     settings = Settings(
         suites=("step",), models=None, modes=("local", "torch"), rounds=None, steps=3, warmup=5, budget_s=1.5
     )
     assert Settings.from_json(settings.to_json()) == settings
+    other = collectives.Settings(world_size=4, methods=("gloo",), warm=True)
+    assert collectives.Settings.from_json(other.to_json()) == other
 
 
 def test_footprint_counts_gradients_and_a_second_copy_of_them() -> None:

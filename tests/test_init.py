@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Iterator
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
 
@@ -13,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.init import Launch, World, default_backend, init, shutdown
+from paceline.transport import kernel
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 FULL = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -190,6 +195,41 @@ def test_an_accelerator_is_chosen_by_local_rank_with_gloo_beside_it(monkeypatch:
         choose(None, local_rank=2)
     with pytest.raises(BadArgumentError, match="finds only xpu"):
         choose("cuda", local_rank=0)
+
+
+def test_ranks_on_the_cpu_get_shared_memory_and_a_single_one_does_not() -> None:
+    assert default_backend(torch.device("cpu"), world_size=2) == "cpu:shm"
+    assert default_backend(torch.device("cpu")) == "gloo"
+
+
+def _init_with(rank: int, world_size: int, port: int, backend: str | None) -> tuple[str, str]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        world = init(device="cpu", backend=backend)
+        assert init() is world
+    value = torch.ones(3)
+    dist.all_reduce(value)
+    assert value.tolist() == [world_size] * 3
+    shutdown()
+    return world.backend, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend", "said"),
+    [
+        (None, "cpu:shm", "paceline: 2 ranks on one host, collectives through shared memory\n"),
+        ("gloo", "gloo", ""),
+        ("cpu:shm", "cpu:shm", ""),
+    ],
+)
+def test_what_carries_collectives_is_chosen_and_said_once(
+    ranks: Callable[..., list[tuple[str, str]]], asked: str | None, backend: str, said: str
+) -> None:
+    if kernel.reason_unavailable() is not None:
+        pytest.skip("the kernel of the shared-memory transport is not built here")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert ranks(_init_with, port, asked, backend=None) == [(backend, said), (backend, "")]
 
 
 def test_gloo_stands_in_for_a_vendor_backend_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

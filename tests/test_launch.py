@@ -117,7 +117,7 @@ shutdown()
     assert launch([sys.executable, script(body)], nproc=2) == 0
     out, err = capfd.readouterr()
     assert out == "total 3\n", "rank 0 alone writes to the terminal"
-    assert err == ""
+    assert err == "paceline: 2 ranks on one host, collectives through shared memory\n"
 
 
 def test_the_failing_rank_is_shown_and_the_others_are_ended(

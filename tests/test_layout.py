@@ -15,20 +15,12 @@ from paceline.plan import make_plan
 from paceline.roster import Roster
 
 
-class Block:
-    """Memory of one process that stands for shared memory, and remembers what was asked of it."""
+class Memory(mmap.mmap):
+    """Memory of one process that stands for shared memory; unlike its parent it can be referred to weakly."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, size_bytes)
-        self.offsets: list[int] = []
-        self.released = 0
 
-    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        self.offsets.append(offset_bytes)
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset_bytes)
-
-    def release(self) -> None:
-        self.released += 1
+def _block(size_bytes: int) -> Tensor:
+    return torch.frombuffer(Memory(-1, size_bytes), dtype=torch.uint8)
 
 
 def _layout(module: nn.Module, cap_bytes: int = 100) -> Layout:
@@ -54,10 +46,10 @@ def test_sizes_are_rounded_up_to_cache_lines(size: int, up: int) -> None:
 
 def test_buckets_are_cut_from_one_block_on_cache_lines_of_their_own() -> None:
     layout = _layout(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-    blocks: list[Block] = []
+    blocks: list[Tensor] = []
 
-    def allocate(size_bytes: int) -> Block:
-        blocks.append(Block(size_bytes))
+    def allocate(size_bytes: int) -> Tensor:
+        blocks.append(_block(size_bytes))
         return blocks[0]
 
     layout.share(allocate)
@@ -65,14 +57,26 @@ def test_buckets_are_cut_from_one_block_on_cache_lines_of_their_own() -> None:
     (block,) = blocks
     flats = _flats(layout)
     assert len(flats) >= 2
-    assert len(block.offsets) == len(flats)
-    assert all(offset % ALIGNMENT_BYTES == 0 for offset in block.offsets)
-    start = min(flat.data_ptr() for flat in flats)
-    for flat, offset in zip(flats, block.offsets, strict=True):
-        assert flat.data_ptr() - start == offset
+    ends = [0]
+    for flat in flats:
+        offset = flat.data_ptr() - block.data_ptr()
+        assert offset % ALIGNMENT_BYTES == 0
+        assert offset >= ends[-1]
+        ends.append(offset + flat.nbytes)
+        assert flat.untyped_storage().nbytes() == flat.nbytes
+    assert ends[-1] <= block.nbytes
     # The last one has room for the status.
     assert flats[-1].numel() == layout.buckets[-1].spec.numel + layout.status_code.numel
     assert layout.sharing_is_settled
+
+
+def test_nobody_keeps_buckets_that_have_just_been_cut() -> None:
+    layout = _layout(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+    layout.share(_block)
+    layout.prepare_storage(is_stable=False)
+    before = [flat.data_ptr() for flat in _flats(layout)]
+    layout.prepare_storage(is_stable=False)
+    assert [flat.data_ptr() for flat in _flats(layout)] == before
 
 
 def test_gradients_that_were_there_move_along() -> None:
@@ -83,7 +87,7 @@ def test_gradients_that_were_there_move_along() -> None:
         assert slot.view is not None
         slot.param.grad = slot.view.fill_(float(slot.index + 1))
     before = {flat.data_ptr() for flat in _flats(layout)}
-    layout.share(Block)
+    layout.share(_block)
     assert before.isdisjoint(flat.data_ptr() for flat in _flats(layout))
     for slot in layout.slots:
         assert slot.param.grad is slot.view
@@ -99,26 +103,27 @@ def test_without_shared_memory_buckets_are_ordinary() -> None:
 
 
 def test_a_bucket_that_moves_becomes_ordinary_memory() -> None:
-    block = Block(64)
-    pool = Pool(block, 64)
+    block = _block(64)
+    pool = Pool(block)
     cpu = torch.device("cpu")
-    assert pool(16, torch.float32, cpu).numel() == 16
+    assert pool(16, torch.float32, cpu).data_ptr() == block.data_ptr()
     elsewhere = pool(1, torch.float32, cpu)
     assert elsewhere.numel() == 1
-    assert block.offsets == [0]
+    assert not 0 <= elsewhere.data_ptr() - block.data_ptr() < 64
 
 
-def test_the_block_is_released_with_the_layout_and_gradients_outlive_it() -> None:
+def test_gradients_outlive_the_layout_and_memory_goes_with_them() -> None:
     module = nn.Linear(5, 5)
     layout = _layout(module)
-    blocks = [Block(4096)]
-    layout.share(lambda size_bytes: blocks[0])
+    memory = [Memory(-1, 4096)]
+    gone = weakref.ref(memory[0])
+    layout.share(lambda size_bytes: torch.frombuffer(memory.pop(), dtype=torch.uint8))
     layout.prepare_storage(is_stable=False)
     slot = layout.slots[0]
     assert slot.view is not None
     module.weight.grad = slot.view.fill_(3.0)
-    gone = weakref.ref(layout)
     del layout, slot
-    assert gone() is None
-    assert blocks.pop().released == 1
     assert torch.equal(module.weight.grad, torch.full((5, 5), 3.0))
+    assert gone() is not None
+    module.weight.grad = None
+    assert gone() is None

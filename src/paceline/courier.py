@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline import exchange
+from paceline import exchange, transport
 from paceline.bucket import Bucket, CommHook, GradBucket, Slot
 from paceline.control import Channel
 from paceline.exchange import Finish
-from paceline.layout import Block
 from paceline.status import CARRIERS
 
 
@@ -29,10 +28,9 @@ class Courier:
     def size(self) -> int:
         return self.channel.size
 
-    def allocate(self, size_bytes: int) -> Block | None:
+    def allocate(self, size_bytes: int) -> Tensor | None:
         """Memory that the group's ranks share, if it has such: a collective; None on all ranks alike."""
-        allocate = getattr(self.group, "allocate_shared", None)
-        return allocate(size_bytes) if self.size > 1 and allocate is not None else None
+        return transport.allocate(size_bytes, group=self.group)
 
     def can_carry_status(self, bucket: Bucket) -> bool:
         """[Note: the last bucket carries the status]: whether this one could."""

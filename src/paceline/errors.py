@@ -6,7 +6,9 @@
     +-- MisuseError            the caller asked for something that cannot work; nothing was lost
     |   +-- BadArgumentError   (ValueError)   an argument has a wrong value
     |   +-- BadTypeError       (TypeError)    an argument has a wrong type
+    |   +-- BadCollectiveError (ValueError, RuntimeError) tensors, ranks or an operation that do not fit
     |   +-- StateError         (RuntimeError) right call, wrong moment: after an error, mid-backward, ...
+    |   +-- NoRoomError        (RuntimeError) the shared-memory file system is too small
     +-- DisagreementError      (RuntimeError) ranks differ where they must be alike
     |   +-- ParameterMismatchError            parameter sets, shapes, dtypes, strides or requires_grad
     |   +-- ContractError                     a promise (static_graph, ...) was broken
@@ -39,6 +41,14 @@ class BadTypeError(MisuseError, TypeError):
 
 class StateError(MisuseError, RuntimeError):
     """The call is right but the moment is wrong: after an error, in the middle of backward, ..."""
+
+
+class BadCollectiveError(BadArgumentError, RuntimeError):
+    """A collective was called with tensors, ranks or an operation that do not fit."""
+
+
+class NoRoomError(StateError):
+    """The shared-memory file system is too small for what was asked of it."""
 
 
 class DisagreementError(PacelineError, RuntimeError):

@@ -25,6 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline import transport
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.launch import LAUNCHER_PID
 
@@ -45,7 +46,7 @@ class World:
     device: torch.device
     """Where this rank keeps its model and data."""
     backend: str
-    """What carries the collectives, as given to torch: ``gloo``, ``cpu:gloo,cuda:nccl``, ..."""
+    """What carries the collectives, as given to torch: ``cpu:shm``, ``gloo``, ``cpu:gloo,cuda:nccl``, ..."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def init(
 
     Args:
         backend: as torch's ``init_process_group`` takes it; by default the vendor's backend of the
-            accelerator together with gloo for CPU tensors, or gloo alone on a machine without one.
+            accelerator together with gloo for CPU tensors; on the CPU shared memory (``cpu:shm``) between
+            ranks of a host and gloo between hosts, which rank 0 says in a line on stderr.
         device: by default this rank's accelerator (number ``local_rank``), or the CPU.
         timeout: of the group's collectives, in seconds or as a ``timedelta``; torch's default if None.
 
@@ -121,7 +123,9 @@ def init(
 
     local_rank = launch.local_rank if launch else 0
     chosen = _device(device, local_rank=local_rank)
-    name = default_backend(chosen) if backend is None else backend
+    name = backend
+    if name is None:
+        name = default_backend(chosen, world_size=launch.world_size if launch else 1)
     _check_backend(name)
     if chosen.index is not None and chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
@@ -140,6 +144,8 @@ def init(
         backend=name,
     )
     _started = _Started(_world_group(), world, limit)
+    if backend is None and world.rank == 0 and (carried := transport.describe(_world_group())):
+        print(f"paceline: {carried}", file=sys.stderr)
     return world
 
 
@@ -154,8 +160,10 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def default_backend(device: torch.device) -> str:
+def default_backend(device: torch.device, *, world_size: int = 1) -> str:
     """Return the fittest backend for a rank whose tensors are on ``device``."""
+    if device.type == "cpu" and world_size > 1:
+        return f"cpu:{transport.BACKEND}"
     if device.type == "cpu":
         return dist.get_default_backend_for_device("cpu")
     vendor = dist.get_default_backend_for_device(device)

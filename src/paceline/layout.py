@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,30 +17,20 @@ from paceline.status import StatusCode
 ALIGNMENT_BYTES = 64
 
 
-class Block(Protocol):
-    """Memory of this rank that the other ranks of the group can reach."""
-
-    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor on a part of it, with a storage of its own."""
-
-    def release(self) -> None:
-        """This rank needs the others' memory no longer; its own lives as long as tensors on it."""
-
-
 class Pool:
     """Cuts buckets from a block; what does not fit any more, a bucket that moves say, is ordinary memory."""
 
-    def __init__(self, block: Block, size_bytes: int) -> None:
-        self._block = block
-        self._size_bytes = size_bytes
+    def __init__(self, block: Tensor) -> None:
+        self._storage = block.untyped_storage()
         self._next = 0
 
     def __call__(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        start, end = self._next, self._next + aligned(numel * dtype.itemsize)
-        if end > self._size_bytes:
+        start, size_bytes = self._next, numel * dtype.itemsize
+        if start + size_bytes > self._storage.nbytes():
             return empty_flat(numel, dtype, device)
-        self._next = end
-        return self._block.tensor(start, numel, dtype)
+        self._next = start + aligned(size_bytes)
+        # A storage of its own: by its users one sees whether somebody keeps a gradient of this bucket.
+        return torch.empty(0, dtype=dtype).set_(self._storage[start : start + size_bytes], 0, (numel,), (1,))
 
 
 def aligned(size_bytes: int) -> int:
@@ -96,10 +84,10 @@ class Layout:
     def mark_used(self, param_ids: set[int]) -> None:
         self.ledger.used = [float(id(slot.param) in param_ids) for slot in self.slots]
 
-    def share(self, allocate: Callable[[int], Block | None]) -> None:
+    def share(self, allocate: Callable[[int], Tensor | None]) -> None:
         """Move the buckets into memory that the ranks share: a collective, once in the life of a layout.
 
-        ``allocate`` takes the size in bytes and gives a block, or None on all ranks alike.
+        ``allocate`` takes a size and gives so many bytes, or None on all ranks alike.
         """
         self.sharing_is_settled = True
         dense = [bucket for bucket in self.buckets if not bucket.spec.sparse]
@@ -110,8 +98,7 @@ class Layout:
         block = allocate(size_bytes) if size_bytes else None
         if block is None:
             return
-        weakref.finalize(self, block.release).atexit = False
-        self.allocator = Pool(block, size_bytes)
+        self.allocator = Pool(block)
         with torch.no_grad():
             for bucket in dense:
                 if bucket.flat is not None:

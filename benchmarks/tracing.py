@@ -1,0 +1,222 @@
+"""A compiled training step with its collectives in the graph, against the same step with a graph break at each.
+
+    python -m benchmarks.tracing                 # 2 ranks; writes runs/bench/tracing.json
+    python -m benchmarks.tracing --quick         # a smoke run
+
+The step is a stack of layers that share statistics of their activations (a running mean, summed over the ranks while
+the next product is computed; a scale that rank 0 decides on), then a backward and a sum of the gradients. Three modes
+run it: not compiled; compiled with the collectives hidden from the compiler, which is what torch does by itself with
+broadcast and asynchronous calls; compiled as one graph, with `import paceline`. All have the same weights and must
+end with the same ones. See [Note: why ratios].
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import paceline
+
+from .launch import RankFailedError, run
+from .ranks import joined
+from .stats import paired_ratio
+
+OUT = Path("runs") / "bench"
+TITLES = {"eager": "not compiled", "breaks": "compiled, a break at each collective", "one graph": "compiled, one graph"}
+REFERENCE = "breaks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run was asked to do."""
+
+    layers: int = 12
+    width: int = 128
+    rows: int = 64
+    rounds: int = 30
+    steps: int = 5
+    seed: int = 0
+    world_size: int = 2
+    threads: int = 1
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+# --- what is measured --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives:
+    """The calls of a step; hidden from the compiler or not."""
+
+    begin_sum: Callable[[Tensor], Any]
+    decide: Callable[[Tensor], None]
+    wait: Callable[[Any], None]
+
+
+def _begin_sum(tensor: Tensor) -> Any:
+    return dist.all_reduce(tensor, async_op=True)
+
+
+def _decide(tensor: Tensor) -> None:
+    dist.broadcast(tensor, 0)
+
+
+def _wait(work: Any) -> None:
+    work.wait()
+
+
+TRACED = Collectives(_begin_sum, _decide, _wait)
+
+
+def hidden() -> Collectives:
+    calls = (torch.compiler.disable(call) for call in (_begin_sum, _decide, _wait))
+    return Collectives(*calls)
+
+
+class Net(nn.Module):
+    """Layers whose activations are centred by what all ranks have seen."""
+
+    def __init__(self, settings: Settings, collectives: Collectives) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(settings.width, settings.width) for _ in range(settings.layers))
+        self.collectives = collectives
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            mean = x.detach().mean(0)
+            work = self.collectives.begin_sum(mean)
+            y = torch.tanh(layer(x))
+            scale = 1 / (1 + y.detach().abs().mean())
+            self.collectives.decide(scale)
+            self.collectives.wait(work)
+            x = y * scale - mean / dist.get_world_size()
+        return x.square().mean()
+
+
+class Trainer:
+    """One mode: a net, and a step that trains it."""
+
+    def __init__(self, mode: str, settings: Settings, rank: int) -> None:
+        torch.manual_seed(settings.seed)
+        self.net = Net(settings, hidden() if mode == "breaks" else TRACED)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.forward: Callable[[Tensor], Tensor] = self.net
+        if mode != "eager":
+            self.forward = torch.compile(self.net, fullgraph=mode == "one graph", dynamic=False)
+        generator = torch.Generator().manual_seed(settings.seed + 1 + rank)
+        self.batch = torch.randn(settings.rows, settings.width, generator=generator)
+
+    def step(self) -> None:
+        self.forward(self.batch).backward()
+        flat = torch.cat([param.grad.flatten() for param in self.net.parameters()])
+        dist.all_reduce(flat)
+        start = 0
+        for param in self.net.parameters():
+            param.grad.copy_(flat[start : start + param.numel()].view_as(param))
+            start += param.numel()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def measure(settings: Settings, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
+    trainers = {mode: Trainer(mode, settings, rank) for mode in TITLES}
+    for trainer in trainers.values():
+        for _ in range(3):
+            trainer.step()
+    seconds: dict[str, list[float]] = {mode: [] for mode in TITLES}
+    processor: dict[str, list[float]] = {mode: [] for mode in TITLES}
+    for index in range(settings.rounds):
+        order = list(trainers)
+        random.Random(f"{settings.seed}/{index}").shuffle(order)
+        for mode in order:
+            dist.barrier()
+            start = time.perf_counter(), time.process_time()
+            for _ in range(settings.steps):
+                trainers[mode].step()
+            taken = torch.tensor([time.perf_counter() - start[0], time.process_time() - start[1]], dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            seconds[mode].append(taken[0].item() / settings.steps)
+            processor[mode].append(taken[1].item() / settings.steps)
+    weights = {mode: nn.utils.parameters_to_vector(trainer.net.parameters()) for mode, trainer in trainers.items()}
+    differences = {mode: (value - weights["eager"]).abs().max().item() for mode, value in weights.items()}
+    emit({"seconds": seconds, "processor": processor, "differences": differences})
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.tracing", description="In-graph collectives against breaks.")
+    parser.add_argument("--layers", type=int, default=Settings.layers)
+    parser.add_argument("--width", type=int, default=Settings.width)
+    parser.add_argument("--rounds", type=int, default=Settings.rounds)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: two layers, two rounds")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for tracing.json (default {OUT.as_posix()})")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    chosen = parse(arguments)
+    settings = Settings(layers=chosen.layers, width=chosen.width, rounds=chosen.rounds)
+    if chosen.quick:
+        settings = dataclasses.replace(settings, layers=2, rounds=2, steps=1)
+    console = Console(width=130 if not sys.stdout.isatty() else None, highlight=False)
+    found: list[dict[str, Any]] = []
+    try:
+        run(settings, found.append, program="benchmarks.tracing")
+    except KeyboardInterrupt:
+        console.print("stopped; the ranks are ended and nothing is saved", style="yellow")
+        return 130
+    except RankFailedError as error:
+        console.print(f"{error}; nothing is saved", style="red")
+        return 1
+    show(found[0], settings, console)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    about = {"torch": torch.__version__, "paceline": paceline.__version__, **dataclasses.asdict(settings)}
+    (chosen.out / "tracing.json").write_text(json.dumps({"about": about, **found[0]}, indent=1), encoding="utf-8")
+    return 0
+
+
+def show(found: dict[str, Any], settings: Settings, console: Console) -> None:
+    table = Table(title=f"A step of {settings.layers} layers, {2 * settings.layers} collectives in forward, 2 ranks")
+    for heading in ("mode", "ms, median", "to breaks", "95 %", "CPU ms", "to breaks", "95 %", "weights differ by"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
+    for mode, title in TITLES.items():
+        cells = []
+        # Processor time leaves out what others on the machine took, and waiting: the steadier of the two.
+        for metric in ("seconds", "processor"):
+            ratio = paired_ratio(found[metric][mode], found[metric][REFERENCE])
+            assert ratio is not None
+            median = 1000 * statistics.median(found[metric][mode])
+            cells += [f"{median:.2f}", f"{ratio.value:.2f}", f"{ratio.low:.2f} - {ratio.high:.2f}"]
+        table.add_row(title, *cells, f"{found['differences'][mode]:.1e}")
+    console.print(table)
+
+
+def _is_rank() -> bool:
+    return len(sys.argv) == 6 and all(argument.isdigit() for argument in sys.argv[1:5])
+
+
+if __name__ == "__main__":
+    if not _is_rank():
+        sys.exit(main())
+    warnings.simplefilter("ignore", FutureWarning)
+    with joined() as (rank, text, emit):
+        measure(Settings(**json.loads(text)), rank, emit)

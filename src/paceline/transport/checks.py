@@ -1,0 +1,145 @@
+"""What the transport refuses, and the words for it: the same things as gloo, where gloo does not hang or crash.
+
+gloo's errors are ``RuntimeError``; ours are that and ``ValueError``, so ``except`` clauses written for either work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.errors import BadCollectiveError, BadTypeError
+from paceline.transport.kernel import DTYPES, Op
+
+_BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
+_COMPLEX = (Op.SUM, Op.AVG)
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def _refused(dtype: torch.dtype, op: Op) -> str | None:
+    whole = not dtype.is_floating_point and not dtype.is_complex
+    if op in _BITWISE and not whole:
+        return f"Cannot use ReduceOp.{op.name} with non-integral dtype ({dtype})"
+    if op is Op.AVG and whole:
+        return f"Cannot use ReduceOp.AVG with integral dtype ({dtype}): the mean is not one"
+    if dtype.is_complex and op not in _COMPLEX:
+        return f"Cannot use ReduceOp.{op.name} with complex dtype ({dtype})"
+    return None
+
+
+KERNEL_CODES: tuple[dict[torch.dtype, int], ...] = (
+    *({dtype: code for dtype, code in DTYPES.items() if _refused(dtype, op) is None} for op in Op),
+    {},
+)
+"""By operation (``hash`` of a ``ReduceOp``): the kernel's numbers of the dtypes that go with it. The last one of c10d
+is PREMUL_SUM, with which none goes."""
+
+
+def refuse_reduction(dtype: torch.dtype, op: int) -> BadCollectiveError:
+    """Why a pair is not in ``KERNEL_CODES``."""
+    if op not in list(Op):
+        return BadCollectiveError("Cannot use ReduceOp.PREMUL_SUM with shm: scale the tensor, then use ReduceOp.SUM")
+    if dtype not in DTYPES:
+        return BadCollectiveError(f"Invalid scalar type: shm cannot reduce tensors of {dtype}")
+    return BadCollectiveError(_refused(dtype, Op(op)) or f"cannot reduce {dtype} with {Op(op).name}")
+
+
+def tensor(found: object, what: str) -> Tensor:
+    """A dense CPU tensor."""
+    if not isinstance(found, Tensor):
+        raise BadTypeError(f"shm {what}: expected a torch.Tensor, got {type(found).__name__}")
+    if not found.is_cpu:
+        raise BadCollectiveError(
+            f"shm {what}: the tensor is on {found.device}, and shm carries CPU tensors; name a backend for that device"
+        )
+    if found.layout is not torch.strided or found.dtype in _QUANTIZED:
+        raise BadCollectiveError(f"shm {what}: unsupported layout or dtype ({found.layout}, {found.dtype})")
+    return found
+
+
+def single(tensors: Sequence[Tensor], what: str) -> Tensor:
+    """The one tensor of a list that c10d makes of it."""
+    if len(tensors) != 1:
+        raise BadCollectiveError(f"shm {what}: requires a single tensor, got {len(tensors)}")
+    return tensors[0]
+
+
+def root(rank: int, size: int, what: str) -> int:
+    if not 0 <= rank < size:
+        raise BadCollectiveError(f"shm {what}: invalid root rank: {rank} (the group has ranks 0 to {size - 1})")
+    return rank
+
+
+def peer(rank: int, *, me: int, size: int, what: str) -> int:
+    if not 0 <= rank < size:
+        raise BadCollectiveError(f"shm {what}: invalid rank: {rank} (the group has ranks 0 to {size - 1})")
+    if rank == me:
+        raise BadCollectiveError(f"shm {what}: rank {rank} is this process itself")
+    return rank
+
+
+def tag(number: int) -> int:
+    if number < 0:
+        raise BadCollectiveError(f"Tag must be nonnegative, got {number}")
+    return number
+
+
+def pieces(found: Sequence[Tensor], like: Tensor, *, size: int, what: str, list_name: str) -> Sequence[Tensor]:
+    """One tensor a rank, each with the shape and dtype of ``like``."""
+    if len(found) != size:
+        raise BadCollectiveError(
+            f"shm {what}: invalid {list_name} tensor list (expected length {size}, got {len(found)})"
+        )
+    for index, piece in enumerate(found):
+        tensor(piece, what)
+        if piece.dtype != like.dtype:
+            raise BadCollectiveError(
+                f"shm {what}: invalid tensor type at index {index} (expected {like.dtype}, got {piece.dtype})"
+            )
+        if piece.shape != like.shape:
+            raise BadCollectiveError(
+                f"shm {what}: invalid tensor size at index {index} (expected {tuple(like.shape)}, "
+                f"got {tuple(piece.shape)})"
+            )
+    return found
+
+
+def whole(large: Tensor, small: Tensor, *, size: int, what: str) -> None:
+    """``large`` is ``size`` times ``small``."""
+    tensor(large, what)
+    tensor(small, what)
+    if large.dtype != small.dtype:
+        raise BadCollectiveError(f"shm {what}: tensors differ in dtype ({large.dtype} and {small.dtype})")
+    if large.numel() != small.numel() * size:
+        raise BadCollectiveError(
+            f"shm {what}: invalid tensor size: {tuple(large.shape)} is not {size} times {tuple(small.shape)}, "
+            "one for each rank"
+        )
+
+
+def same_type(tensors: Sequence[Tensor], what: str) -> None:
+    if not tensors:
+        raise BadCollectiveError(f"shm {what}: requires non-empty tensor list")
+    for found in tensors:
+        tensor(found, what)
+        if found.dtype != tensors[0].dtype:
+            raise BadCollectiveError(
+                f"shm {what}: tensors must all have the same type, got {tensors[0].dtype} and {found.dtype}"
+            )
+
+
+def splits(sizes: Sequence[int], rows: int, *, size: int) -> Sequence[int]:
+    """How many rows go to (or come from) each rank."""
+    if not sizes:
+        if rows % size:
+            raise BadCollectiveError(
+                f"Tensor's dim 0 does not divide equally across group size: {rows} rows, {size} ranks"
+            )
+        return [rows // size] * size
+    if len(sizes) != size:
+        raise BadCollectiveError(f"Number of tensor splits not equal to group size: {len(sizes)} and {size}")
+    if sum(sizes) != rows or min(sizes) < 0:
+        raise BadCollectiveError(f"Split sizes doesn't match total dim 0 size: {list(sizes)} and {rows}")
+    return sizes

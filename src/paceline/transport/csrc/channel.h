@@ -1,0 +1,159 @@
+/* A rank's end of a group, and its jobs: what the files of the kernel share with each other. */
+#ifndef PACELINE_CHANNEL_H
+#define PACELINE_CHANNEL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "layout.h"
+#include "pl.h"
+
+enum pl_form { PL_FORM_BARRIER, PL_FORM_ALL_REDUCE, PL_FORM_EXCHANGE, PL_FORM_REDUCE_EXCHANGE, PL_FORM_SEND, PL_FORM_RECV };
+
+struct pl_job {
+    pl_channel *channel;
+    _Atomic int references;
+    _Atomic int status; /* an enum pl_status; what else there is to know is written before it (release) */
+    int outcome;        /* what the status will be, while it is still pending */
+    int blamed;         /* the rank at fault, or -1 */
+    int source;
+    char message[PL_CAUSE_BYTES];
+
+    /* What is to be done. Which fields count depends on the form. */
+    enum pl_form form;
+    int kind, root, dtype, op, same;
+    double scale, timeout_s;
+    const unsigned char *src;
+    unsigned char *dst;
+    uint64_t count; /* elements; bytes for messages */
+    const uint64_t *sends, *send_sizes, *recvs, *recv_sizes;
+
+    /* While it runs. */
+    int64_t deadline_ns; /* INT64_MAX: none */
+    int64_t spin_ns;
+    struct pl_job *next;
+
+    /* Messages (message.c). */
+    int peer; /* -1: any */
+    int64_t tag;
+    uint64_t done_bytes;
+    int announced;
+
+    uint64_t tables[]; /* a copy of what sends ... recv_sizes point to, for jobs that outlive the call */
+};
+
+typedef struct pl_arena {
+    uint64_t number, nbytes;
+    int pins; /* jobs that use it */
+    struct pl_arena *next;
+    unsigned char *bases[];
+} pl_arena;
+
+/* The order of collectives. One at a time has the turn: the worker, a caller that runs inline, or one that waits. */
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work;     /* for the worker: a job, a free turn, or the end */
+    pthread_cond_t progress; /* for those who wait: a job has ended, or the turn is free */
+    pl_job *first, *last;
+    int taken;  /* the turn */
+    int closed; /* no new jobs */
+    int waiting;
+    int has_worker;
+    pthread_t worker;
+} pl_queue;
+
+struct pl_post; /* message.c */
+
+struct pl_channel {
+    pl_header *header;
+    int rank, size, fd;
+    _Atomic int references; /* the opener, and every job */
+    int fork_generation;
+    int names[PL_MAX_RANKS];
+    atomic_int has_poisoned;
+    _Atomic int64_t inline_spin_ns, worker_spin_ns;
+
+    pl_queue queue;
+    /* These two belong to who has the turn. */
+    uint64_t round; /* the round being written */
+    int64_t spin_ns; /* how long the next wait spins: as long as spinning has been worth it lately */
+    uint64_t half_bytes;
+
+    pthread_mutex_t arena_lock;
+    pthread_cond_t arena_free;
+    pl_arena *arenas;
+
+    struct pl_post *post;
+
+    /* Which file this process has joined, so that it does not join it twice (channel.c). */
+    uint64_t device, inode;
+    struct pl_channel *next_open;
+};
+
+/* -- where things are ---------------------------------------------------------------------------------------- */
+
+static inline pl_slot *pl_slot_of(const pl_channel *ch, int rank) { return &ch->header->slots[rank]; }
+
+/* The half of a rank's staging area that belongs to a round. */
+static inline unsigned char *pl_staging(const pl_channel *ch, int rank, uint64_t round) {
+    uint64_t half = (uint64_t)rank * 2 + (round & 1);
+    return (unsigned char *)ch->header + pl_staging_at(ch->size) + half * ch->half_bytes;
+}
+
+static inline pl_ring *pl_ring_between(const pl_channel *ch, int from, int to) {
+    uint64_t index = (uint64_t)from * (uint64_t)ch->size + (uint64_t)to;
+    return (pl_ring *)((unsigned char *)ch->header + pl_rings_at(ch->size) + index * pl_ring_stride(ch->size));
+}
+
+/* -- round.c ------------------------------------------------------------------------------------------------- */
+
+/* Arrive at the current round and pass its gate; false if the job has failed instead. The round stays the current one
+ * until its reads are done and the caller adds 1 to ch->round. */
+int pl_pass(pl_channel *ch, pl_job *job);
+
+/* Look for what ends all waiting: poison, the deadline. False if the job has failed. */
+int pl_still_fine(pl_channel *ch, pl_job *job);
+/* Does `rank` still take part? If not, the group is poisoned and the job fails. */
+int pl_is_there(pl_channel *ch, pl_job *job, int rank);
+void pl_set_poison(pl_channel *ch, enum pl_status status, int rank, const char *text);
+int pl_is_poisoned(const pl_channel *ch);
+void pl_ring_all_bells(pl_channel *ch);
+
+/* -- collective.c, message.c, job.c, channel.c ------------------------------------------------------------------ */
+
+void pl_run(pl_channel *ch, pl_job *job);
+/* "all_reduce(SUM, float32, 1024)": what a job is, for messages. */
+void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes);
+pl_descriptor pl_descriptor_of(const pl_job *job);
+
+void pl_job_fail(pl_job *job, enum pl_status status, int rank, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+/* Begin to count the time a job has. */
+void pl_job_start(pl_job *job, int64_t spin_ns);
+/* A copy on the heap, with two owners: the caller of the kernel, and the kernel until it is done. */
+pl_job *pl_job_new(const pl_job *like);
+/* A job that has failed before it began. */
+pl_job *pl_job_refused(pl_channel *ch, enum pl_status status, const char *text);
+void pl_job_settle(pl_job *job);
+void pl_queue_init(pl_queue *queue);
+/* No new jobs from now on; returns when the ones there are have ended. */
+void pl_queue_close(pl_channel *ch);
+void pl_queue_free(pl_queue *queue);
+/* NULL if this process may use the channel, or a job that says why not. */
+pl_job *pl_refusal(pl_channel *ch);
+
+/* A thread that leaves signals to the program's own. */
+int pl_start_thread(pthread_t *thread, void *(*function)(void *), void *argument);
+/* Sends are finished, other messages are given up. */
+void pl_post_close(pl_channel *ch);
+void pl_post_free(pl_channel *ch);
+int pl_post_wait(pl_job *job, double timeout_s);
+
+int pl_is_forked(const pl_channel *ch);
+void pl_channel_release(pl_channel *ch);
+/* The arena that holds the bytes, pinned, or NULL. */
+pl_arena *pl_arena_pin(pl_channel *ch, const void *at, uint64_t nbytes);
+void pl_arena_unpin(pl_channel *ch, pl_arena *arena);
+
+#endif

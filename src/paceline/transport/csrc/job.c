@@ -1,0 +1,295 @@
+/* Jobs: what the kernel was asked to do. The queue of collectives, and the thread that works through it. */
+#define _GNU_SOURCE
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "channel.h"
+#include "fold.h"
+#include "wait.h"
+
+/* -- a job --------------------------------------------------------------------------------------------------------- */
+
+/* What is handed out when there is no memory for a job. Nobody frees it. */
+static pl_job no_memory = {.status = PL_MEMORY, .blamed = -1, .source = -1, .references = INT_MAX / 2,
+                           .message = "out of memory in the shared-memory kernel"};
+
+void pl_job_fail(pl_job *job, enum pl_status status, int rank, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(job->message, sizeof job->message, format, arguments);
+    va_end(arguments);
+    job->outcome = (int)status;
+    job->blamed = rank;
+}
+
+void pl_job_start(pl_job *job, int64_t spin_ns) {
+    const int forever = !(job->timeout_s > 0 && job->timeout_s < 1e9);
+    job->deadline_ns = forever ? INT64_MAX : pl_now_ns() + (int64_t)(job->timeout_s * 1e9);
+    job->spin_ns = spin_ns;
+}
+
+static uint64_t table_length(const pl_job *job) {
+    return job->form == PL_FORM_EXCHANGE || job->form == PL_FORM_REDUCE_EXCHANGE ? (uint64_t)job->channel->size : 0;
+}
+
+/* The caller's arrays are gone when the call returns. */
+static const uint64_t *copy_table(uint64_t *to, const uint64_t *from, uint64_t n) {
+    if (from) memcpy(to, from, n * sizeof *to);
+    return from ? to : NULL;
+}
+
+pl_job *pl_job_new(const pl_job *like) {
+    const uint64_t n = table_length(like), n_sends = like->same ? 1 : n;
+    pl_job *job = malloc(sizeof *job + 4 * n * sizeof(uint64_t));
+    if (!job) return &no_memory;
+    memcpy(job, like, sizeof *job);
+    job->sends = copy_table(job->tables, like->sends, n_sends);
+    job->send_sizes = copy_table(job->tables + n, like->send_sizes, n_sends);
+    job->recvs = copy_table(job->tables + 2 * n, like->recvs, n);
+    job->recv_sizes = copy_table(job->tables + 3 * n, like->recv_sizes, n);
+    atomic_init(&job->references, 2);
+    atomic_init(&job->status, PL_PENDING);
+    atomic_fetch_add_explicit(&job->channel->references, 1, memory_order_relaxed);
+    return job;
+}
+
+void pl_job_release(pl_job *job) {
+    if (job == &no_memory || atomic_fetch_sub_explicit(&job->references, 1, memory_order_acq_rel) != 1) return;
+    pl_channel_release(job->channel);
+    free(job);
+}
+
+/* The kernel is done with it. Release: who reads the status may read the rest, and the tensors. */
+void pl_job_settle(pl_job *job) { atomic_store_explicit(&job->status, job->outcome, memory_order_release); }
+
+/* The copy of a job that has failed on its caller's stack: the caller's to release, and nobody else's. */
+static pl_job *kept(const pl_job *failed) {
+    pl_job *job = pl_job_new(failed);
+    if (job == &no_memory) return job;
+    pl_job_settle(job);
+    pl_job_release(job);
+    return job;
+}
+
+pl_job *pl_job_refused(pl_channel *ch, enum pl_status status, const char *text) {
+    pl_job job = {.channel = ch, .source = -1};
+    pl_job_fail(&job, status, -1, "%s", text);
+    return kept(&job);
+}
+
+int pl_job_status(pl_job *job) { return atomic_load_explicit(&job->status, memory_order_acquire); }
+const char *pl_job_message(pl_job *job) { return job->message; }
+int pl_job_rank(pl_job *job) { return job->blamed < 0 ? -1 : job->channel->names[job->blamed]; }
+int pl_job_source(pl_job *job) { return job->source; }
+
+/* -- the queue ------------------------------------------------------------------------------------------------------ */
+
+void pl_queue_init(pl_queue *q) {
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&q->lock, NULL);
+    pthread_cond_init(&q->work, &monotonic);
+    pthread_cond_init(&q->progress, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+void pl_queue_free(pl_queue *q) {
+    pthread_cond_destroy(&q->work);
+    pthread_cond_destroy(&q->progress);
+    pthread_mutex_destroy(&q->lock);
+}
+
+/* Called and left with the lock held. */
+
+static void give_turn_back(pl_queue *q) {
+    q->taken = 0;
+    if (q->waiting) pthread_cond_broadcast(&q->progress);
+    if (q->first || q->closed) pthread_cond_signal(&q->work);
+}
+
+static void run_first(pl_channel *ch, int64_t spin_ns) {
+    pl_queue *q = &ch->queue;
+    pl_job *job = q->first;
+    q->first = job->next;
+    if (!q->first) q->last = NULL;
+    q->taken = 1;
+    pthread_mutex_unlock(&q->lock);
+    pl_job_start(job, spin_ns);
+    pl_run(ch, job);
+    pthread_mutex_lock(&q->lock);
+    pl_job_settle(job);
+    give_turn_back(q);
+    pl_job_release(job);
+}
+
+static void append(pl_queue *q, pl_job *job) {
+    job->next = NULL;
+    if (q->last) q->last->next = job;
+    else q->first = job;
+    q->last = job;
+}
+
+static void *work(void *argument) {
+    pl_channel *ch = argument;
+    pl_queue *q = &ch->queue;
+    pthread_mutex_lock(&q->lock);
+    for (;;) {
+        while (q->taken || (!q->first && !q->closed)) pthread_cond_wait(&q->work, &q->lock);
+        if (!q->first) break;
+        run_first(ch, atomic_load_explicit(&ch->worker_spin_ns, memory_order_relaxed));
+    }
+    pthread_mutex_unlock(&q->lock);
+    return NULL;
+}
+
+/* Signals are for the threads of the program, which knows what to do about them. */
+int pl_start_thread(pthread_t *thread, void *(*function)(void *), void *argument) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = pthread_create(thread, NULL, function, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return !failed;
+}
+
+static struct timespec after(double seconds) {
+    int64_t ns = pl_now_ns() + (int64_t)(seconds * 1e9);
+    return (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+}
+
+/* Until the job has ended or the time is up. Who waits without limit takes the turn when it is free: one thread switch
+ * less, and often none, if a job is waited for as soon as it is made. */
+static void wait_locked(pl_channel *ch, pl_job *job, double timeout_s) {
+    pl_queue *q = &ch->queue;
+    const int limited = timeout_s < 1e9;
+    struct timespec end = after(limited ? timeout_s : 0);
+    q->waiting++;
+    while (pl_job_status(job) == PL_PENDING) {
+        if (!limited && !q->taken && q->first)
+            run_first(ch, atomic_load_explicit(&ch->inline_spin_ns, memory_order_relaxed));
+        else if (!limited)
+            pthread_cond_wait(&q->progress, &q->lock);
+        else if (pthread_cond_timedwait(&q->progress, &q->lock, &end) != 0)
+            break;
+    }
+    q->waiting--;
+}
+
+static pl_job *run_here(pl_channel *ch, pl_job *job) {
+    pl_queue *q = &ch->queue;
+    q->taken = 1;
+    pthread_mutex_unlock(&q->lock);
+    pl_job_start(job, atomic_load_explicit(&ch->inline_spin_ns, memory_order_relaxed));
+    pl_run(ch, job);
+    pthread_mutex_lock(&q->lock);
+    give_turn_back(q);
+    pthread_mutex_unlock(&q->lock);
+    return job->outcome == PL_OK ? NULL : kept(job);
+}
+
+/* The order in which ranks submit is the order in which they run; the lock makes it one order a rank. */
+static pl_job *submit(pl_channel *ch, pl_job *job, int run_inline) {
+    pl_queue *q = &ch->queue;
+    pl_job *refusal = pl_refusal(ch);
+    if (refusal) return refusal;
+    pthread_mutex_lock(&q->lock);
+    if (q->closed) {
+        pthread_mutex_unlock(&q->lock);
+        return pl_job_refused(ch, PL_CLOSED, "this rank has closed the group");
+    }
+    if (run_inline && !q->taken && !q->first) return run_here(ch, job);
+    if (!q->has_worker) q->has_worker = pl_start_thread(&q->worker, work, ch);
+    pl_job *queued = q->has_worker ? pl_job_new(job) : &no_memory;
+    if (queued != &no_memory) {
+        append(q, queued);
+        if (!q->taken) pthread_cond_signal(&q->work);
+        if (run_inline) wait_locked(ch, queued, INFINITY);
+    }
+    pthread_mutex_unlock(&q->lock);
+    if (!run_inline || pl_job_status(queued) != PL_OK) return queued;
+    pl_job_release(queued);
+    return NULL;
+}
+
+int pl_job_wait(pl_job *job, double timeout_s) {
+    if (pl_job_status(job) != PL_PENDING) return pl_job_status(job);
+    if (pl_is_forked(job->channel)) return PL_FORKED;
+    if (job->form == PL_FORM_SEND || job->form == PL_FORM_RECV) return pl_post_wait(job, timeout_s);
+    pthread_mutex_lock(&job->channel->queue.lock);
+    wait_locked(job->channel, job, timeout_s);
+    pthread_mutex_unlock(&job->channel->queue.lock);
+    return pl_job_status(job);
+}
+
+void pl_queue_close(pl_channel *ch) {
+    pl_queue *q = &ch->queue;
+    pthread_mutex_lock(&q->lock);
+    q->closed = 1;
+    pthread_cond_broadcast(&q->work);
+    /* A caller on another thread may have the turn. */
+    q->waiting++;
+    while (q->taken || q->first) pthread_cond_wait(&q->progress, &q->lock);
+    q->waiting--;
+    pthread_mutex_unlock(&q->lock);
+    if (q->has_worker) pthread_join(q->worker, NULL);
+}
+
+/* -- asking for a collective ------------------------------------------------------------------------------------------- */
+
+static pl_job new_collective(pl_channel *ch, enum pl_form form, int kind, double timeout_s) {
+    return (pl_job){.channel = ch, .form = form, .kind = kind, .root = -1, .scale = 1.0, .timeout_s = timeout_s,
+                    .blamed = -1, .source = -1};
+}
+
+pl_job *pl_barrier(pl_channel *ch, double timeout_s, int run_inline) {
+    pl_job job = new_collective(ch, PL_FORM_BARRIER, PL_BARRIER, timeout_s);
+    return submit(ch, &job, run_inline);
+}
+
+pl_job *pl_all_reduce(pl_channel *ch, const void *src, void *dst, uint64_t count, int dtype, int op, double scale,
+                      double timeout_s, int run_inline) {
+    const char *refused = pl_fold_refused(dtype, op, scale);
+    if (refused) return pl_job_refused(ch, PL_ARGUMENT, refused);
+    pl_job job = new_collective(ch, PL_FORM_ALL_REDUCE, PL_ALL_REDUCE, timeout_s);
+    job.src = src;
+    job.dst = dst;
+    job.count = count;
+    job.dtype = dtype;
+    job.op = op;
+    job.scale = scale;
+    return submit(ch, &job, run_inline);
+}
+
+pl_job *pl_exchange(pl_channel *ch, const uint64_t *sends, const uint64_t *send_bytes, const uint64_t *recvs,
+                    const uint64_t *recv_bytes, int same, int kind, int root, double timeout_s, int run_inline) {
+    pl_job job = new_collective(ch, PL_FORM_EXCHANGE, kind, timeout_s);
+    job.sends = sends;
+    job.send_sizes = send_bytes;
+    job.recvs = recvs;
+    job.recv_sizes = recv_bytes;
+    job.same = same != 0;
+    job.root = root;
+    return submit(ch, &job, run_inline);
+}
+
+pl_job *pl_reduce_exchange(pl_channel *ch, const uint64_t *sends, const uint64_t *counts, void *dst, int dtype, int op,
+                           int kind, int root, double timeout_s, int run_inline) {
+    const char *refused = pl_fold_refused(dtype, op, 1.0);
+    if (refused) return pl_job_refused(ch, PL_ARGUMENT, refused);
+    pl_job job = new_collective(ch, PL_FORM_REDUCE_EXCHANGE, kind, timeout_s);
+    job.sends = sends;
+    job.send_sizes = counts;
+    job.dst = dst;
+    job.dtype = dtype;
+    job.op = op;
+    job.root = root;
+    for (int d = 0; d < ch->size; d++) job.count += counts[d];
+    return submit(ch, &job, run_inline);
+}

@@ -1,0 +1,205 @@
+/* Rounds: the one synchronisation that collectives are made of. The rules are in layout.h, [Note: rounds]. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "channel.h"
+#include "fault.h"
+#include "wait.h"
+
+/* -- the gate ------------------------------------------------------------------------------------------------ */
+
+/* [Note: sleepers]
+ * Nobody makes a system call to wake when nobody sleeps. Who wants to sleep first counts itself in `sleepers` and
+ * then looks at `arrivals` again; who arrives last first adds to `arrivals` and then looks at `sleepers`. All four
+ * are sequentially consistent, so at least one of the two sees the other: either the sleeper finds the gate open or
+ * the last to arrive finds the sleeper. (With release and acquire both could read the old value: the store of each
+ * may sit in a store buffer while the load is done.) Between the sleeper's look and its sleep, the futex compares
+ * again. The count of a rank that is killed asleep stays: it costs calls, not correctness.
+ */
+
+static uint32_t gate_target(const pl_channel *ch) { return (uint32_t)(ch->round * (uint64_t)ch->size); }
+
+/* Counters wrap around; a rank is never more than one round ahead, so the sign of the difference tells. */
+static int reached(uint32_t arrivals, uint32_t target) { return (int32_t)(arrivals - target) >= 0; }
+
+/* True if this was the last arrival: then the gate is open. */
+static int arrive(pl_channel *ch) {
+    pl_header *h = ch->header;
+    pl_fault(PL_AT_BEFORE_PUBLISH);
+    atomic_store_explicit(&pl_slot_of(ch, ch->rank)->round, (uint32_t)ch->round, memory_order_relaxed);
+    uint32_t now = atomic_fetch_add_explicit(&h->arrivals, 1, memory_order_seq_cst) + 1;
+    int last = now == gate_target(ch);
+    if (last && atomic_load_explicit(&h->sleepers, memory_order_seq_cst)) pl_wake_all(&h->arrivals);
+    pl_fault(PL_AT_PUBLISHED);
+    return last;
+}
+
+static int spin_for(pl_channel *ch, int64_t spin_ns) {
+    const uint32_t target = gate_target(ch);
+    int64_t end = 0;
+    for (;;) {
+        for (int i = 0; i < 64; i++) {
+            if (reached(atomic_load_explicit(&ch->header->arrivals, memory_order_acquire), target)) return 1;
+            if (spin_ns == 0) return 0;
+            pl_pause();
+        }
+        int64_t now = pl_now_ns();
+        if (end == 0) end = now + spin_ns;
+        else if (now >= end) return 0;
+        sched_yield(); /* the rank we wait for may be queued behind us, on this CPU */
+    }
+}
+
+/* A spin that ends in sleep was for nothing, and took the CPU from whoever we wait for if there are too few. So the
+ * time is halved when it was for nothing and doubled when it was not, up to what the job may spend. */
+static int spin_at_gate(pl_channel *ch, int64_t most_ns) {
+    int64_t spin_ns = ch->spin_ns < most_ns ? ch->spin_ns : most_ns;
+    int open = spin_for(ch, spin_ns);
+    if (open) ch->spin_ns = spin_ns * 2 < most_ns ? spin_ns * 2 : most_ns;
+    else ch->spin_ns = spin_ns / 2 > most_ns / 32 ? spin_ns / 2 : most_ns / 32;
+    return open;
+}
+
+static int all_there(pl_channel *ch, pl_job *job);
+
+static int sleep_at_gate(pl_channel *ch, pl_job *job) {
+    pl_header *h = ch->header;
+    const uint32_t target = gate_target(ch);
+    int64_t looked = pl_now_ns();
+    int open, fine = 1;
+    atomic_fetch_add_explicit(&h->sleepers, 1, memory_order_seq_cst);
+    for (;;) {
+        uint32_t seen = atomic_load_explicit(&h->arrivals, memory_order_seq_cst);
+        open = reached(seen, target);
+        if (open || !(fine = pl_still_fine(ch, job))) break;
+        int64_t now = pl_now_ns();
+        if (now - looked >= PL_NAP_NS) {
+            looked = now;
+            if (!(fine = all_there(ch, job))) break;
+        }
+        int64_t nap = job->deadline_ns - now < PL_NAP_NS ? job->deadline_ns - now : PL_NAP_NS;
+        pl_sleep_on(&h->arrivals, seen, nap > 0 ? nap : 1);
+    }
+    atomic_fetch_sub_explicit(&h->sleepers, 1, memory_order_relaxed);
+    return open;
+}
+
+/* The acquire that lets us read what others wrote is in whichever load finds the gate open. */
+int pl_pass(pl_channel *ch, pl_job *job) {
+    int last = arrive(ch);
+    if (!last && !spin_at_gate(ch, job->spin_ns) && !sleep_at_gate(ch, job)) return 0;
+    pl_fault(PL_AT_PASSED);
+    return 1;
+}
+
+/* -- what ends all waiting -------------------------------------------------------------------------------------- */
+
+static int is_missing(const pl_channel *ch, int rank) {
+    uint32_t at = atomic_load_explicit(&pl_slot_of(ch, rank)->round, memory_order_relaxed);
+    return (int32_t)(at - (uint32_t)ch->round) < 0;
+}
+
+/* [Note: life]
+ * A rank that lives holds a record lock on byte `rank` of the control segment's file. The system drops it when the
+ * process ends, however it ends; a fork does not inherit it; and asking works across pid namespaces, where process
+ * numbers do not.
+ */
+static int is_alive(const pl_channel *ch, int rank) {
+    if (ch->fd < 0) return 1;
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
+    while (fcntl(ch->fd, F_GETLK, &lock) != 0)
+        if (errno != EINTR) return 1; /* not known to be dead; the deadline remains */
+    return lock.l_type != F_UNLCK;
+}
+
+static void what_it_does(const pl_job *job, char *text, uint64_t bytes) {
+    pl_descriptor d = pl_descriptor_of(job);
+    if (job->form == PL_FORM_SEND) snprintf(text, bytes, "send(%llu bytes)", (unsigned long long)job->count);
+    else if (job->form == PL_FORM_RECV) snprintf(text, bytes, "recv(%llu bytes)", (unsigned long long)job->count);
+    else pl_describe(&d, text, bytes);
+}
+
+int pl_is_there(pl_channel *ch, pl_job *job, int rank) {
+    char what[128], text[PL_CAUSE_BYTES];
+    uint32_t state = atomic_load_explicit(&pl_slot_of(ch, rank)->state, memory_order_acquire);
+    if (state == PL_JOINED && is_alive(ch, rank)) return 1;
+    if (state == PL_ABSENT) return 1; /* still starting: the deadline decides */
+    what_it_does(job, what, sizeof what);
+    if (state == PL_GONE) {
+        snprintf(text, sizeof text, "rank %d has closed the group while rank %d was in %s", ch->names[rank],
+                 ch->names[ch->rank], what);
+        pl_set_poison(ch, PL_LEFT, rank, text);
+    } else {
+        snprintf(text, sizeof text, "rank %d is gone: its process has ended while rank %d was in %s", ch->names[rank],
+                 ch->names[ch->rank], what);
+        pl_set_poison(ch, PL_LOST, rank, text);
+    }
+    return pl_still_fine(ch, job);
+}
+
+/* Only ranks that have not arrived can keep us: one that came and died since is found in the next round. */
+static int all_there(pl_channel *ch, pl_job *job) {
+    for (int r = 0; r < ch->size; r++)
+        if (is_missing(ch, r) && !pl_is_there(ch, job, r)) return 0;
+    return 1;
+}
+
+static void time_out(pl_channel *ch, pl_job *job) {
+    char who[96] = "", what[128], text[PL_CAUSE_BYTES];
+    int first = -1;
+    for (int r = 0, at = 0; r < ch->size; r++) {
+        int late = job->form == PL_FORM_RECV || job->form == PL_FORM_SEND ? r == job->peer : is_missing(ch, r);
+        if (!late) continue;
+        if (first < 0) first = r;
+        if (at < (int)sizeof who) at += snprintf(who + at, sizeof who - (size_t)at, "%s%d", at ? ", " : "", ch->names[r]);
+    }
+    what_it_does(job, what, sizeof what);
+    if (first < 0)
+        snprintf(text, sizeof text, "rank %d waited %.3g s in %s and no rank answered", ch->names[ch->rank],
+                 job->timeout_s, what);
+    else
+        snprintf(text, sizeof text, "rank %d waited %.3g s in %s for rank %s, which did not arrive",
+                 ch->names[ch->rank], job->timeout_s, what, who);
+    pl_set_poison(ch, PL_TIMED_OUT, first, text);
+}
+
+int pl_is_poisoned(const pl_channel *ch) {
+    return atomic_load_explicit(&ch->header->poison, memory_order_relaxed) != 0;
+}
+
+static int fail_with_poison(pl_channel *ch, pl_job *job) {
+    /* Acquire: the reporter wrote its cause before the word. */
+    uint32_t word = atomic_load_explicit(&ch->header->poison, memory_order_acquire);
+    if (word == 0) return 0;
+    int rank = (int)(word >> 8 & 0xfff) - 1, reporter = (int)(word >> 20) - 1;
+    const char *cause = reporter >= 0 && reporter < ch->size ? pl_slot_of(ch, reporter)->cause : "";
+    pl_job_fail(job, (enum pl_status)(word & 0xff), rank, "%.*s", PL_CAUSE_BYTES - 1, cause);
+    return 1;
+}
+
+int pl_still_fine(pl_channel *ch, pl_job *job) {
+    if (fail_with_poison(ch, job)) return 0;
+    if (job->deadline_ns == INT64_MAX || pl_now_ns() < job->deadline_ns) return 1;
+    time_out(ch, job);
+    fail_with_poison(ch, job);
+    return 0;
+}
+
+/* The first cause stays; a second one changes nothing. */
+void pl_set_poison(pl_channel *ch, enum pl_status status, int rank, const char *text) {
+    if (!atomic_exchange(&ch->has_poisoned, 1)) {
+        uint32_t none = 0, word = (uint32_t)status | (uint32_t)(rank + 1) << 8 | (uint32_t)(ch->rank + 1) << 20;
+        snprintf(pl_slot_of(ch, ch->rank)->cause, PL_CAUSE_BYTES, "%s", text);
+        atomic_compare_exchange_strong_explicit(&ch->header->poison, &none, word, memory_order_release,
+                                                memory_order_relaxed);
+    } else {
+        /* Another thread of this rank is at it. It is between two stores; its word, or another rank's, will come. */
+        while (!pl_is_poisoned(ch)) pl_pause();
+    }
+    pl_wake_all(&ch->header->arrivals);
+    pl_ring_all_bells(ch);
+}

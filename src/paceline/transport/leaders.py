@@ -1,0 +1,146 @@
+"""``Leaders``: one rank of each host, exchanging for all of them over another backend. Calls return when they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.errors import BadCollectiveError
+from paceline.transport.kernel import Op
+
+_REDUCE_OPS = {
+    Op.SUM: c10d.ReduceOp.SUM,
+    Op.PRODUCT: c10d.ReduceOp.PRODUCT,
+    Op.MIN: c10d.ReduceOp.MIN,
+    Op.MAX: c10d.ReduceOp.MAX,
+    Op.BAND: c10d.ReduceOp.BAND,
+    Op.BOR: c10d.ReduceOp.BOR,
+    Op.BXOR: c10d.ReduceOp.BXOR,
+}
+_FOLDS: dict[Op, Callable[..., Tensor]] = {
+    Op.SUM: torch.add,
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+# Backends (gloo) that cannot reduce these can reduce those, with the same result in the bits that are kept.
+_CARRIERS = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+
+class Leaders:
+    """The leader of host ``rank`` among the leaders of ``hosts``."""
+
+    def __init__(self, backend: Any, *, rank: int, hosts: Sequence[Sequence[int]]) -> None:
+        self._backend = backend
+        self._rank = rank
+        self._hosts = hosts
+
+    def all_reduce(self, tensor: Tensor, *, op: Op, timeout_s: float) -> None:
+        """Fold the leaders' tensors into all of them."""
+        options = _with(c10d.AllreduceOptions(), timeout_s, reduceOp=_REDUCE_OPS[op])
+        self._reduced(tensor, op, lambda part: self._backend.allreduce([part], options).wait())
+
+    def reduce(self, tensor: Tensor, *, root: int, op: Op, timeout_s: float) -> None:
+        """Fold the leaders' tensors into the one of host ``root``; the others' are spoilt."""
+        options = _with(c10d.ReduceOptions(), timeout_s, reduceOp=_REDUCE_OPS[op], rootRank=root)
+        self._reduced(tensor, op, lambda part: self._backend.reduce([part], options).wait())
+
+    def broadcast(self, tensor: Tensor, *, root: int, timeout_s: float) -> None:
+        """Give all leaders the tensor of host ``root``."""
+        options = _with(c10d.BroadcastOptions(), timeout_s, rootRank=root)
+        self._backend.broadcast([_as_bytes(tensor)], options).wait()
+
+    def barrier(self, *, timeout_s: float) -> None:
+        """Every host has come this far."""
+        self._backend.barrier(_with(c10d.BarrierOptions(), timeout_s)).wait()
+
+    def all_gather(self, whole: Tensor, block: Tensor, *, timeout_s: float) -> None:
+        """Everybody's rows ``block`` into ``whole``, each at its rank."""
+        most = max(map(len, self._hosts))
+        padded = block.new_zeros((most, *block.shape[1:]))
+        padded[: len(block)] = block
+        found = [torch.empty_like(padded) for _ in self._hosts]
+        options = _with(c10d.AllgatherOptions(), timeout_s)
+        self._backend.allgather([[_as_bytes(part) for part in found]], [_as_bytes(padded)], options).wait()
+        for ranks, rows in zip(self._hosts, found, strict=True):
+            for rank, row in zip(ranks, rows, strict=False):
+                whole[rank].copy_(row.view_as(whole[rank]))
+
+    def reduce_scatter(self, block: Tensor, rows: Tensor, *, op: Op, timeout_s: float) -> None:
+        """Fold the leaders' ``rows`` (one a rank of the group); those of this host's ranks into ``block``."""
+        sent = torch.cat([rows[list(ranks)].reshape(-1) for ranks in self._hosts])
+        got = torch.empty(len(self._hosts) * block.numel(), dtype=block.dtype)
+        row_bytes = rows.shape[1] * rows.element_size()
+        self._backend.alltoall_base(
+            _as_bytes(got),
+            _as_bytes(sent),
+            [block.numel() * block.element_size()] * len(self._hosts),
+            [len(ranks) * row_bytes for ranks in self._hosts],
+            _with(c10d.AllToAllOptions(), timeout_s),
+        ).wait()
+        parts = got.view(len(self._hosts), *block.shape)
+        carrier = _CARRIERS.get(block.dtype, block.dtype)
+        total = parts[0].to(carrier)
+        for part in parts[1:]:
+            total = _fold(total, part.to(carrier), op)
+        block.copy_(total)
+
+    def hang_up(self) -> None:
+        """Have whoever waits for this host notice that it will not come."""
+        backend, self._backend = self._backend, _Silence()
+        if isinstance(backend, _Silence):
+            return
+        for end in ("abort", "shutdown"):
+            try:
+                getattr(backend, end)()
+            except (AttributeError, RuntimeError):  # not every backend has both
+                continue
+
+    def _reduced(self, tensor: Tensor, op: Op, exchange: Callable[[Tensor], object]) -> None:
+        carrier = _CARRIERS.get(tensor.dtype)
+        if carrier is None:
+            exchange(tensor)
+            return
+        if tensor.dtype is torch.uint64 and op in (Op.MIN, Op.MAX):
+            raise BadCollectiveError(f"{op.name} of torch.uint64 cannot be taken between hosts: use torch.int64")
+        carried = tensor.to(carrier)
+        exchange(carried)
+        tensor.copy_(carried)
+
+
+class _Silence:
+    """What is left of a backend that was hung up."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this rank has hung up on the other hosts after an error, or has closed the group")
+
+
+def _with(options: Any, timeout_s: float, **values: Any) -> Any:
+    options.timeout = timedelta(seconds=timeout_s)
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """For exchanges that do not look at numbers: dtypes that the backend does not know travel, too."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _fold(one: Tensor, other: Tensor, op: Op) -> Tensor:
+    if one.dtype is torch.bool and op in (Op.SUM, Op.PRODUCT):
+        return torch.logical_or(one, other) if op is Op.SUM else torch.logical_and(one, other)
+    return _FOLDS[op](one, other)

@@ -1,0 +1,207 @@
+"""``Reductions``: collectives that fold the ranks' elements, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.nn import Parameter
+
+from paceline import _torch
+from paceline.errors import BadCollectiveError
+from paceline.transport import checks, forms
+from paceline.transport.checks import KERNEL_CODES
+from paceline.transport.kernel import Job, Kind, Op
+from paceline.transport.launcher import Launcher, one, one_after_another, same_length
+from paceline.transport.packing import Packing, is_plain
+from paceline.transport.sparse import SparseSum
+from paceline.transport.work import ENDED, ShmWork
+
+_AllreduceOptions = c10d.AllreduceOptions
+_STRIDED = torch.strided
+_TENSORS = (Tensor, Parameter)
+
+
+class Reductions(Launcher):
+    """all_reduce, reduce, reduce_scatter, under c10d's names."""
+
+    # -- all_reduce ------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self, tensors: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None, op: Any = None
+    ) -> Any:
+        # A few microseconds are all there is: no call that can be done without.
+        if type(opts) is not _AllreduceOptions:
+            opts = forms.options(_AllreduceOptions, opts, default=forms.ALLREDUCE, timeout=timeout, op=op)
+        tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else one(tensors, "all_reduce")
+        # ReduceOp has no cheaper name for the number it is.
+        reduce_op = hash(opts.reduceOp)
+        if (
+            _torch.is_profiling()
+            or type(tensor) not in _TENSORS
+            or tensor.layout is not _STRIDED
+            or not tensor.is_cpu
+            or not is_plain(tensor)
+        ):
+            return self._all_reduce_any([tensor], reduce_op, opts)
+        code = KERNEL_CODES[reduce_op].get(tensor.dtype)
+        if code is None:
+            raise checks.refuse_reduction(tensor.dtype, reduce_op)
+        self._sequence += 1
+        at = tensor.data_ptr()
+        inline = not opts.asyncOp
+        job = self.channel.all_reduce(
+            at,
+            at,
+            tensor.numel(),
+            code,
+            reduce_op,  # type: ignore[arg-type]  # the numbers are the same
+            scale=None,
+            timeout_s=self._timeout_s if opts.timeout.days < 0 else self._limit_s(opts),
+            inline=inline,
+            keep=tensor,
+        )
+        if inline:
+            job.wait()
+            return ENDED
+        return ShmWork((job,), [tensor], herald=self._herald)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        opts = opts or forms.ALLREDUCE_COALESCED
+        checks.same_type(tensors, "all_reduce_coalesced")
+        return self._all_reduce_any(tensors, hash(opts.reduceOp), opts)
+
+    def all_reduce_scaled(self, tensor: Tensor, *, scale: float, async_op: bool = True) -> Any:
+        """Sum ``tensor * scale`` over the ranks, in one pass: what a reducer wants of gradients."""
+        at = checks.tensor(tensor, "all_reduce").data_ptr()
+        code = KERNEL_CODES[Op.SUM].get(tensor.dtype)
+        if code is None or not is_plain(tensor):
+            raise BadCollectiveError(f"shm all_reduce: a {tensor.dtype} tensor that is not plain has no scale")
+        job = self.channel.all_reduce(
+            at,
+            at,
+            tensor.numel(),
+            code,
+            Op.SUM,
+            scale=scale,
+            timeout_s=self._timeout_s,
+            inline=not async_op,
+            keep=tensor,
+        )
+        if not async_op:
+            job.wait()
+            return ENDED
+        return ShmWork((job,), [tensor], herald=self._herald)
+
+    def _all_reduce_any(self, tensors: Sequence[Tensor], op: int, opts: Any) -> Any:
+        if isinstance(tensors[0], Tensor) and tensors[0].layout is not _STRIDED and tensors[0].is_cpu:
+            return self._all_reduce_sparse(checks.single(tensors, "all_reduce"), op, opts)
+        packing = Packing()
+        packed = [packing.update(checks.tensor(tensor, "all_reduce")) for tensor in tensors]
+        code = KERNEL_CODES[op].get(packed[0].dtype)
+        if code is None:
+            raise checks.refuse_reduction(packed[0].dtype, op)
+
+        def start(inline: bool, timeout_s: float) -> Sequence[Job]:
+            return [
+                self.channel.all_reduce(
+                    part.data_ptr(),
+                    part.data_ptr(),
+                    part.numel(),
+                    code,
+                    op,  # type: ignore[arg-type]
+                    scale=None,
+                    timeout_s=timeout_s,
+                    inline=inline,
+                    keep=part,
+                )
+                for part in packed
+            ]
+
+        return self._launch("all_reduce", tensors, list(tensors), start, opts, packing)
+
+    def _all_reduce_sparse(self, tensor: Tensor, op: int, opts: Any) -> Any:
+        total = SparseSum(self.channel, tensor, op=op, timeout_s=self._limit_s(opts))
+
+        def start(inline: bool, timeout_s: float) -> Sequence[Job]:
+            return total.start(inline=inline, timeout_s=timeout_s)
+
+        return self._launch("sparse_all_reduce", [tensor], [tensor], start, opts, after=total.finish)
+
+    # -- to one, to each a part ------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        tensors: Sequence[Tensor],
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> Any:
+        opts = forms.options(c10d.ReduceOptions, opts, default=forms.REDUCE, timeout=timeout, op=op, root=root)
+        tensor = checks.tensor(one(tensors, "reduce"), "reduce")
+        target = checks.root(opts.rootRank, self._size, "reduce")
+        packing = Packing()
+        packed = packing.update(tensor) if self._rank == target else packing.read(tensor)
+        counts = [0] * self._size
+        counts[target] = packed.numel()
+        sends = [packed.data_ptr()] * self._size
+        start = self._reduce_exchange(sends, counts, packed, opts, kind=Kind.REDUCE, root=target, packing=packing)
+        return self._launch("reduce", [tensor], [tensor], start, opts, packing)
+
+    def reduce_scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Sequence[Any],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        op: Any = None,
+    ) -> Any:
+        opts = forms.options(c10d.ReduceScatterOptions, opts, default=forms.REDUCE_SCATTER, timeout=timeout, op=op)
+        output = checks.tensor(one(output_tensors, "reduce_scatter"), "reduce_scatter")
+        if input_tensors and not isinstance(input_tensors[0], Tensor):
+            checks.single(input_tensors, "reduce_scatter")
+            input_tensors = input_tensors[0]
+        checks.same_type(input_tensors, "reduce_scatter")
+        if len(input_tensors) != self._size:
+            raise BadCollectiveError("invalid input tensor list size, must be world size")
+        checks.pieces([input_tensors[self._rank]], output, size=1, what="reduce_scatter", list_name="input")
+        packing = Packing()
+        packed = packing.write(output)
+        pieces = [packing.read_apart(piece, [packed]) for piece in input_tensors]
+        sends, counts = [piece.data_ptr() for piece in pieces], [piece.numel() for piece in pieces]
+        start = self._reduce_exchange(sends, counts, packed, opts, kind=Kind.REDUCE_SCATTER, root=-1, packing=packing)
+        return self._launch("reduce_scatter", input_tensors, [output], start, opts, packing)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        opts = opts or forms.REDUCE_SCATTER
+        same_length(outputs, inputs, "reduce_scatter_single")
+        packing = Packing()
+        starts = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            checks.whole(tensor, output, size=self._size, what="reduce_scatter_single")
+            packed, count = packing.write(output), output.numel()
+            whole = packing.read(tensor)
+            share = whole.nbytes // self._size
+            if packed.data_ptr() != whole.data_ptr() + self._rank * share:
+                whole = packing.read_apart(whole, [packed])
+            sends = [whole.data_ptr() + rank * share for rank in range(self._size)]
+            counts = [count] * self._size
+            starts.append(
+                self._reduce_exchange(sends, counts, packed, opts, kind=Kind.REDUCE_SCATTER, root=-1, packing=packing)
+            )
+        return self._launch("reduce_scatter", inputs, list(outputs), one_after_another(starts), opts, packing)
+
+    # -- older names -----------------------------------------------------------------------------------------
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -1,0 +1,163 @@
+"""Collectives that compute: all_reduce, reduce, reduce_scatter."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..conformance import case
+from ..inputs import (
+    GLOO_DTYPES,
+    HUGE,
+    OPS,
+    OTHER_INTEGERS,
+    SIZES,
+    every,
+    is_rounded,
+    reduce_op,
+    reduced,
+    same,
+    supports,
+    values,
+)
+
+
+def _sizes(dtype: torch.dtype, op: str) -> tuple[int, ...]:
+    # Large sizes differ from small ones in the path, not in the arithmetic: for one operation they are enough.
+    return SIZES if op == "SUM" else (7, 1023)
+
+
+def _all_reduce(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        for op in OPS:
+            if not supports(op, dtype):
+                continue
+            for count in _sizes(dtype, op):
+                inputs = every(count, dtype, world_size, op=op)
+                mine = inputs[rank].clone()
+                dist.all_reduce(mine, reduce_op(op))
+                same(mine, reduced(op, inputs), "all_reduce", dtype, op, count, rounded=is_rounded(op, world_size))
+
+
+@case(2, 3)
+def all_reduce(rank, world_size):
+    _all_reduce(rank, world_size, GLOO_DTYPES)
+
+
+@case(2, 4, shm_only="gloo refuses these dtypes")
+def all_reduce_other_integers(rank, world_size):
+    _all_reduce(rank, world_size, OTHER_INTEGERS)
+
+
+@case(16)
+def all_reduce_many_ranks(rank, world_size):
+    for dtype, op, count in (
+        (torch.float32, "SUM", 1),
+        (torch.float32, "SUM", 1024),
+        (torch.float32, "AVG", 70_001),
+        (torch.bfloat16, "MAX", 1023),
+        (torch.int64, "SUM", 40_001),
+    ):
+        inputs = every(count, dtype, world_size, op=op)
+        mine = inputs[rank].clone()
+        dist.all_reduce(mine, reduce_op(op))
+        same(mine, reduced(op, inputs), "all_reduce", dtype, op, count, rounded=is_rounded(op, world_size))
+
+
+@case(2, 4)
+def all_reduce_several_megabytes(rank, world_size):
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        inputs = every(HUGE, dtype, world_size)
+        mine = inputs[rank].clone()
+        dist.all_reduce(mine)
+        same(mine, reduced("SUM", inputs), "all_reduce", dtype, HUGE)
+
+
+@case()
+def all_reduce_extremes(rank, world_size):
+    """Infinities, not-a-number and signed zeros travel as IEEE arithmetic has it; integers wrap."""
+    inf, nan = float("inf"), float("nan")
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        mine = torch.tensor([[inf, inf, nan, -0.0], [1.0, -inf, 1.0, -0.0]][rank % 2], dtype=dtype)
+        dist.all_reduce(mine)
+        assert mine[0] == inf
+        assert mine[1].isnan()
+        assert mine[2].isnan()
+        assert mine[3] == 0
+        assert mine[3].signbit(), f"{dtype}: -0 + -0 is -0"
+    biggest = torch.tensor([127], dtype=torch.int8)
+    dist.all_reduce(biggest)
+    assert biggest.item() == -2
+    halves = torch.tensor([60_000.0], dtype=torch.float16)
+    dist.all_reduce(halves)
+    assert halves.item() == inf
+
+
+@case(2, 3)
+def reduce(rank, world_size):
+    for root in range(world_size):
+        for dtype in GLOO_DTYPES:
+            for op in OPS:
+                if not supports(op, dtype):
+                    continue
+                for count in (0, 1, 1023) if op != "SUM" or root else SIZES:
+                    inputs = every(count, dtype, world_size, op=op)
+                    mine = inputs[rank].clone()
+                    dist.reduce(mine, root, reduce_op(op))
+                    # What the others' tensors hold afterwards is not defined; gloo uses them as scratch.
+                    if rank == root:
+                        same(mine, reduced(op, inputs), "reduce", dtype, op, count, "root", root)
+
+
+def _pieces(count: int, dtype: torch.dtype, *, rank: int, world_size: int, op: str) -> list[torch.Tensor]:
+    return [values(count, dtype, rank=rank, seed=to, op=op) for to in range(world_size)]
+
+
+@case(2, 3)
+def reduce_scatter(rank, world_size):
+    for dtype in GLOO_DTYPES:
+        for op in OPS:
+            if not supports(op, dtype):
+                continue
+            for count in _sizes(dtype, op)[:6]:
+                want = reduced(op, every(count, dtype, world_size, seed=rank, op=op))
+                pieces = _pieces(count, dtype, rank=rank, world_size=world_size, op=op)
+                out = torch.zeros(count, dtype=dtype)
+                dist.reduce_scatter(out, [piece.clone() for piece in pieces], reduce_op(op))
+                same(out, want, "reduce_scatter", dtype, op, count, rounded=is_rounded(op, world_size))
+                out = torch.zeros(count, dtype=dtype)
+                whole = torch.cat(pieces)
+                dist.reduce_scatter_single(out, whole, reduce_op(op))
+                same(out, want, "reduce_scatter_single", dtype, op, count, rounded=is_rounded(op, world_size))
+                same(whole, torch.cat(pieces), "the input of reduce_scatter_single", dtype, op, count)
+
+
+@case(2, 3)
+def reduce_scatter_several_megabytes(rank, world_size):
+    want = reduced("SUM", every(HUGE // 4, torch.float32, world_size, seed=rank))
+    out = torch.zeros(HUGE // 4)
+    pieces = _pieces(HUGE // 4, torch.float32, rank=rank, world_size=world_size, op="SUM")
+    dist.reduce_scatter_single(out, torch.cat(pieces))
+    same(out, want, "reduce_scatter_single", HUGE // 4)
+
+
+@case()
+def reduce_scatter_shapes(rank, world_size):
+    """Rows of a matrix; the old name of the call."""
+    whole = values(24, torch.float32, rank=rank).view(4, 6)
+    out = torch.zeros(2, 6)
+    dist.reduce_scatter_single(out, whole)
+    want = reduced("SUM", [t.view(4, 6)[2 * rank : 2 * rank + 2] for t in every(24, torch.float32, world_size)])
+    same(out, want, "reduce_scatter_single of a matrix")
+
+
+@case(3, shm_only="gloo refuses these dtypes")
+def reduce_scatter_other_integers(rank, world_size):
+    for dtype in OTHER_INTEGERS:
+        for op in ("SUM", "MAX", "BXOR"):
+            want = reduced(op, every(1023, dtype, world_size, seed=rank, op=op))
+            out = torch.zeros(1023, dtype=dtype)
+            dist.reduce_scatter_single(
+                out, torch.cat(_pieces(1023, dtype, rank=rank, world_size=world_size, op=op)), reduce_op(op)
+            )
+            same(out, want, "reduce_scatter_single", dtype, op)

@@ -1,0 +1,1 @@
+"""The round protocol, model-checked."""

@@ -1,0 +1,567 @@
+"""What ranks do in the kernel's tests; imported by every rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PacelineError
+from paceline.transport import kernel
+from paceline.transport.kernel import DTYPES, Job, Kind, Op
+from tests.transport.processes import TIMEOUT_S, Rank
+
+# Ranks share the cores.
+torch.set_num_threads(1)
+
+# Around everything that changes with size: nothing, less than a line, the small limit, one half and several.
+SIZES = (0, 1, 7, 1000, 8193, 100_003)
+SEVERAL_CHUNKS = 700_001
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+# -- helpers -------------------------------------------------------------------------------------------------
+
+
+def data(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The same on whichever rank it is made."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).to(torch.bool)
+    return torch.randint(0, 120, (count,), generator=generator).to(dtype)
+
+
+def fold(inputs: list[Tensor], op: Op, scale: float | None = None) -> Tensor:
+    """The reference: in rank order, 16-bit floats in float32 and rounded once."""
+    dtype = inputs[0].dtype
+    if dtype.is_complex:
+        return torch.view_as_complex(fold([torch.view_as_real(t) for t in inputs], op, scale))
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        wide = torch.int64  # small values: torch has no arithmetic for these
+    steps: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+        Op.SUM: torch.Tensor.__or__ if dtype is torch.bool else torch.Tensor.__add__,
+        Op.AVG: torch.Tensor.__add__,
+        Op.PRODUCT: torch.Tensor.__mul__,
+        Op.MIN: torch.minimum,
+        Op.MAX: torch.maximum,
+        Op.BAND: torch.Tensor.__and__,
+        Op.BOR: torch.Tensor.__or__,
+        Op.BXOR: torch.Tensor.__xor__,
+    }
+    wides = [t.to(wide) if scale is None else t.to(wide) * scale for t in inputs]
+    total = wides[0]
+    for t in wides[1:]:
+        total = steps[op](total, t)
+    if op is Op.AVG:
+        total = total / len(inputs)
+    return total.to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def all_reduce(
+    rank: Rank, t: Tensor, op: Op = Op.SUM, *, out: Tensor | None = None, inline: bool = True,
+    scale: float | None = None, timeout_s: float = TIMEOUT_S,
+) -> Job:  # fmt: skip
+    out = t if out is None else out
+    return rank.channel.all_reduce(
+        t.data_ptr(), out.data_ptr(), t.numel(), DTYPES[t.dtype], op,
+        scale=scale, timeout_s=timeout_s, inline=inline, keep=(t, out),
+    )  # fmt: skip
+
+
+def pieces(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    return [(t.data_ptr(), t.nbytes) for t in tensors]
+
+
+def cases() -> Iterator[tuple[torch.dtype, Op]]:
+    for dtype, op in itertools.product(DTYPES, Op):
+        if dtype in COMPLEX and op not in (Op.SUM, Op.AVG):
+            continue
+        if dtype in FLOATS and op in (Op.BAND, Op.BOR, Op.BXOR):
+            continue
+        if dtype not in FLOATS + COMPLEX and op is Op.AVG:
+            continue
+        yield dtype, op
+
+
+# -- collectives ---------------------------------------------------------------------------------------------
+
+
+def reduces_every_dtype_and_op(rank: Rank, *, sizes: tuple[int, ...]) -> int:
+    checked = 0
+    for number, (dtype, op) in enumerate(cases()):
+        for count in sizes if op is not Op.SUM else (*sizes, SEVERAL_CHUNKS):
+            inputs = [data(r, count, dtype, number) for r in range(rank.size)]
+            want = fold(inputs, op)
+            mine = inputs[rank.rank].clone()
+            out = torch.empty_like(mine) if checked % 2 else mine
+            all_reduce(rank, mine, op, out=out, inline=checked % 3 != 0).wait()
+            assert same_bits(out, want), f"{dtype} {op.name} {count}"
+            assert out is mine or same_bits(mine, inputs[rank.rank]), "the input was written to"
+            checked += 1
+    return checked
+
+
+def reduces_special_values(rank: Rank) -> None:
+    special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 65504.0, 6e-8, 1e-7, 1e-40, 3.0, 2049.0, 0.1]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        a = torch.tensor([x for x in special for _ in special], dtype=torch.float64).to(dtype)
+        b = torch.tensor([x for _ in special for x in special], dtype=torch.float64).to(dtype)
+        for op in (Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT):
+            mine = (a if rank.rank == 0 else b).clone()
+            all_reduce(rank, mine, op).wait()
+            want = fold([a, b], op)
+            assert torch.equal(mine.isnan(), want.isnan()), f"{dtype} {op.name}"
+            assert torch.equal(mine[~mine.isnan()], want[~want.isnan()]), f"{dtype} {op.name}"
+
+
+def every_half_survives_the_conversion(rank: Rank) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        every = torch.arange(-32768, 32768, dtype=torch.int16).view(dtype)
+        mine = every.clone() if rank.rank == 0 else torch.zeros_like(every)
+        all_reduce(rank, mine, Op.SUM).wait()
+        want = every + torch.zeros_like(every)
+        assert torch.equal(mine.isnan(), want.isnan())
+        assert same_bits(mine[~mine.isnan()], want[~want.isnan()])
+
+
+def scales_inputs(rank: Rank) -> None:
+    for dtype, count in itertools.product(FLOATS + COMPLEX, (5, 9000, 300_000)):
+        inputs = [data(r, count, dtype) for r in range(rank.size)]
+        for op in (Op.SUM, Op.AVG):
+            mine = inputs[rank.rank].clone()
+            all_reduce(rank, mine, op, scale=1 / 3).wait()
+            assert same_bits(mine, fold(inputs, op, scale=1 / 3)), f"{dtype} {count} {op.name}"
+
+
+def exchanges(rank: Rank) -> None:
+    me, size, channel = rank.rank, rank.size, rank.channel
+    common = {"timeout_s": TIMEOUT_S, "keep": None}
+    for turn, count in enumerate((0, 3, 50_000, 1_500_000)):
+        inline = turn % 2 == 0
+        inputs = [data(r, count, torch.int32) for r in range(size)]
+        nothing = torch.empty(0, dtype=torch.int32)
+
+        gathered = [torch.empty(count, dtype=torch.int32) for _ in range(size)]
+        channel.exchange(
+            pieces([inputs[me]]), pieces(gathered), same=True, kind=Kind.ALL_GATHER, inline=inline, **common
+        ).wait()
+        assert all(same_bits(a, b) for a, b in zip(gathered, inputs, strict=True)), "all_gather"
+
+        root = size - 1
+        mine = inputs[root].clone() if me == root else torch.zeros(count, dtype=torch.int32)
+        recvs = [mine if r == root else nothing for r in range(size)]
+        channel.exchange(
+            pieces([mine if me == root else nothing]), pieces(recvs), same=True, kind=Kind.BROADCAST, root=root,
+            inline=inline, **common,
+        ).wait()  # fmt: skip
+        assert same_bits(mine, inputs[root]), "broadcast"
+
+        # Rank s sends count + s + 2 * d elements to rank d: no two pieces are of one size, and some are empty.
+        def piece(s: int, d: int, count: int = count) -> Tensor:
+            return data(10 * s + d, 0 if (s + d) % 3 == 2 else count + s + 2 * d, torch.int32)
+
+        sends = [piece(me, d) for d in range(size)]
+        outs = [torch.empty_like(piece(s, me)) for s in range(size)]
+        channel.exchange(pieces(sends), pieces(outs), same=False, kind=Kind.ALL_TO_ALL, inline=inline, **common).wait()
+        assert all(same_bits(out, piece(s, me)) for s, out in enumerate(outs)), "all_to_all"
+
+        # Both of these at once: a gather to rank 0 and a scatter from rank 0.
+        sends = [inputs[me] if me == 0 or d == 0 else nothing for d in range(size)]
+        outs = [torch.zeros(count if me == 0 or s == 0 else 0, dtype=torch.int32) for s in range(size)]
+        channel.exchange(pieces(sends), pieces(outs), same=False, kind=Kind.GATHER, inline=inline, **common).wait()
+        assert all(same_bits(out, inputs[s]) for s, out in enumerate(outs) if out.numel()), "gather"
+
+
+def reduce_exchanges(rank: Rank) -> None:
+    me, size = rank.rank, rank.size
+    for turn, base in enumerate((0, 3, 40_000, 900_000)):
+        counts = [base + 5 * d if d % 3 != 2 else 0 for d in range(size)]
+        inputs = [[data(10 * s + d, counts[d], torch.float32) for d in range(size)] for s in range(size)]
+        out = torch.empty(counts[me])
+        rank.channel.reduce_exchange(
+            [t.data_ptr() for t in inputs[me]], counts, out.data_ptr(), dtype=DTYPES[torch.float32], op=Op.SUM,
+            kind=Kind.REDUCE_SCATTER, timeout_s=TIMEOUT_S, inline=turn % 2 == 0, keep=None,
+        ).wait()  # fmt: skip
+        assert same_bits(out, fold([inputs[s][me] for s in range(size)], Op.SUM)), f"reduce_scatter {base}"
+
+        counts = [base if d == 1 else 0 for d in range(size)]
+        mine = inputs[me][0][:base].clone()
+        rank.channel.reduce_exchange(
+            [mine.data_ptr()] * size, counts, mine.data_ptr(), dtype=DTYPES[torch.float32], op=Op.MAX,
+            kind=Kind.REDUCE, root=1, timeout_s=TIMEOUT_S, inline=turn % 2 == 0, keep=None,
+        ).wait()  # fmt: skip
+        want = fold([inputs[s][0][:base] for s in range(size)], Op.MAX) if me == 1 else inputs[me][0][:base]
+        assert same_bits(mine, want), f"reduce {base}"
+
+
+def reduces_in_arenas(rank: Rank) -> None:
+    me, size = rank.rank, rank.size
+    arenas = [rank.arena(number, 4 << 20) for number in (3, 4)]
+    first, second = (torch.frombuffer(arena.map, dtype=torch.float32) for arena in arenas)
+
+    def check(where: list[Tensor], what: str, *, out: Tensor | None = None) -> None:
+        for count in (10, 9000, 500_001):
+            inputs = [data(r, count, torch.float32) for r in range(size)]
+            mine = where[me][:count]
+            mine.copy_(inputs[me])
+            result = mine if out is None else out[:count]
+            all_reduce(rank, mine, out=result, inline=count != 9000).wait()
+            assert same_bits(result, fold(inputs, Op.SUM)), f"{what} {count}"
+
+    private = torch.empty(1 << 20)
+    check([first] * size, "all in one arena")
+    check([first[64 * (r + 1) :] for r in range(size)], "at different places of one")
+    check([first if r == 0 else private for r in range(size)], "one rank in an arena")
+    check([first if r == 0 else second for r in range(size)], "in different arenas")
+    check([private] * size, "out of private memory into an arena", out=first)
+    for number in (3, 4):
+        rank.channel.unregister_arena(number)
+    check([first] * size, "in shared memory that is no arena any more")
+
+
+def runs_jobs_in_order(rank: Rank, *, jobs: int) -> None:
+    """Asynchronous jobs, waited for late, never, and out of order; some callers run inline between them."""
+    tensors = [torch.full((100 + 5000 * (i % 4),), float(i + rank.rank)) for i in range(jobs)]
+    pending = {}
+    for i, t in enumerate(tensors):
+        job = all_reduce(rank, t, inline=i % 5 == 0)
+        if i % 3:
+            pending[i] = job
+    for i in sorted(pending, key=lambda i: -i):
+        pending[i].wait(30.0 if i % 2 else None)
+        assert pending[i].done()
+    rank.settle()
+    for i, t in enumerate(tensors):
+        assert torch.equal(t, torch.full_like(t, sum(float(i + r) for r in range(rank.size)))), i
+
+
+def keeps_memory_of_dropped_jobs(rank: Rank) -> None:
+    for _ in range(20):
+        all_reduce(rank, torch.full((200_000,), 1.0), inline=False)
+    rank.settle()
+
+
+def several_threads_submit(rank: Rank) -> None:
+    # Ranks need one order, so threads take turns; that they are several is what is tested.
+    turn = threading.Condition()
+    order = iter(range(40))
+    wrong = []
+
+    def work() -> None:
+        while True:
+            with turn:
+                i = next(order, None)
+                if i is None:
+                    return
+                t = torch.full((3000,), float(i))
+                job = all_reduce(rank, t, inline=i % 4 == 1)
+            job.wait()
+            if not torch.equal(t, torch.full((3000,), float(i * rank.size))):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# -- disagreement --------------------------------------------------------------------------------------------
+
+
+def disagrees(rank: Rank) -> list[str]:
+    """Every mistake is an error on every rank, and the group goes on."""
+    said = []
+
+    def expect(job: Job) -> None:
+        try:
+            job.wait()
+        except PacelineError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("nothing")
+        t = torch.ones(50_000)
+        all_reduce(rank, t).wait()
+        assert torch.equal(t, torch.full_like(t, float(rank.size)))
+
+    odd = rank.rank == 1
+    keep = {"timeout_s": TIMEOUT_S, "inline": True, "keep": None}
+    expect(all_reduce(rank, torch.ones(11 if odd else 10)))
+    expect(all_reduce(rank, torch.ones(100_000 if odd else 10)))
+    expect(all_reduce(rank, torch.ones(10, dtype=torch.int32 if odd else torch.float32)))
+    expect(all_reduce(rank, torch.ones(10), Op.MAX if odd else Op.SUM))
+    expect(all_reduce(rank, torch.ones(10), scale=0.5 if odd else None))
+    expect(rank.channel.barrier(timeout_s=TIMEOUT_S, inline=True) if odd else all_reduce(rank, torch.ones(90_000)))
+    t = torch.ones(100)
+    recvs = [(t.data_ptr(), 80 if odd else 40)] * rank.size
+    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, same=True, kind=Kind.ALL_GATHER, **keep))
+    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, same=True, kind=Kind.BROADCAST, root=int(odd), **keep))
+    expect(
+        rank.channel.reduce_exchange(
+            [t.data_ptr()] * rank.size, [3, 1] if odd else [1, 3], t.data_ptr(), dtype=0, op=Op.SUM,
+            kind=Kind.REDUCE_SCATTER, **keep,
+        )
+    )  # fmt: skip
+    return said
+
+
+def is_refused(rank: Rank) -> list[str]:
+    """What is wrong on its own is refused before other ranks are involved."""
+    said = []
+    for dtype, op, scale in (
+        (torch.float32, Op.BAND, None),
+        (torch.int32, Op.AVG, None),
+        (torch.complex64, Op.MAX, None),
+        (torch.int32, Op.SUM, 0.5),
+    ):
+        try:
+            all_reduce(rank, torch.ones(2, dtype=dtype), op, scale=scale).wait()
+        except PacelineError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    rank.settle()
+    return said
+
+
+# -- faults --------------------------------------------------------------------------------------------------
+
+
+def a_collective(rank: Rank, what: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Run one of several collectives; large ones have many rounds."""
+    common = {"timeout_s": timeout_s, "keep": None, "inline": True}
+    if what == "barrier":
+        rank.channel.barrier(timeout_s=timeout_s, inline=True).wait()
+    elif what in ("small", "large", "queued"):
+        t = torch.ones(1000 if what == "small" else 1_000_000)
+        all_reduce(rank, t, timeout_s=timeout_s, inline=what != "queued").wait()
+    elif what == "zero_copy":
+        arena = rank.arenas.get(1) or rank.arena(1, 1 << 20)
+        all_reduce(rank, torch.frombuffer(arena.map, dtype=torch.float32), timeout_s=timeout_s).wait()
+    elif what == "exchange":
+        t = torch.ones(1_000_000)
+        outs = [torch.empty_like(t) for _ in range(rank.size)]
+        rank.channel.exchange(pieces([t]), pieces(outs), same=True, kind=Kind.ALL_GATHER, **common).wait()
+    elif what == "reduce_exchange":
+        t = torch.ones(1_000_000)
+        rank.channel.reduce_exchange(
+            [t.data_ptr()] * rank.size, [t.numel()] * rank.size, t.data_ptr(), dtype=0, op=Op.SUM,
+            kind=Kind.REDUCE_SCATTER, **common,
+        ).wait()  # fmt: skip
+    elif what == "message":
+        t = torch.ones(1_000_000)
+        victim = rank.size - 1
+        if rank.rank == victim:
+            send = rank.channel.send(t.data_ptr(), t.nbytes, 0, 0, timeout_s=timeout_s, keep=t)
+            recv = rank.channel.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=timeout_s, keep=t)
+        else:
+            send = rank.channel.send(t.data_ptr(), t.nbytes, victim, 0, timeout_s=timeout_s, keep=t)
+            recv = rank.channel.recv(t.data_ptr(), t.nbytes, victim, 0, timeout_s=timeout_s, keep=t)
+        send.wait()
+        recv.wait()
+    else:
+        raise AssertionError(what)
+
+
+def one_fails(rank: Rank, *, what: str, phase: str, count: int, action: kernel.Action, timeout_s: float) -> None:
+    """The last rank fails in a phase of a collective; the others find out."""
+    a_collective(rank, what)
+    if rank.rank == rank.size - 1:
+        kernel.fail_at(phase, count=count, action=action)
+    for _ in range(3):
+        a_collective(rank, what, timeout_s)
+
+
+def one_is_killed_while_others_sleep(rank: Rank) -> None:
+    rank.settle()
+    if rank.rank == rank.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.settle()
+
+
+def one_leaves(rank: Rank) -> None:
+    rank.settle()
+    if rank.rank != 0:
+        rank.settle()
+
+
+def one_poisons(rank: Rank) -> None:
+    if rank.rank == 1:
+        rank.channel.poison("the dog ate the gradients")
+    t = torch.ones(100_000)
+    all_reduce(rank, t).wait()
+
+
+def one_aborts(rank: Rank) -> None:
+    if rank.rank == 1:
+        job = all_reduce(rank, torch.ones(10), inline=False)
+        rank.channel.abort()
+        job.wait()
+    else:
+        rank.settle()
+        rank.settle()
+
+
+def stays_poisoned(rank: Rank) -> list[str]:
+    rank.settle()
+    rank.channel.poison("one")
+    said = []
+    for _ in range(2):
+        try:
+            rank.settle()
+        except PacelineError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def forks(rank: Rank) -> str:
+    """A child of fork is refused, and its end changes nothing for its parent."""
+    rank.settle()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            rank.settle()
+        except PacelineError as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        rank.channel.close()
+        os.close(rank.control.fd)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    said = os.read(read, 1000).decode()
+    # Still a rank, and its lock still says so.
+    for _ in range(3):
+        rank.settle()
+    return said
+
+
+# -- messages ------------------------------------------------------------------------------------------------
+
+
+def sends_and_receives(rank: Rank) -> None:
+    me, size, channel = rank.rank, rank.size, rank.channel
+    timeout = {"timeout_s": TIMEOUT_S}
+    after, before = (me + 1) % size, (me - 1) % size
+    for count in (0, 1, 1000, 400_000):
+        out, into = data(me, count, torch.float32), torch.empty(count)
+        sent = channel.send(out.data_ptr(), out.nbytes, after, 5, keep=out, **timeout)
+        received = channel.recv(into.data_ptr(), into.nbytes, before, 5, keep=into, **timeout)
+        received.wait()
+        sent.wait()
+        assert received.source == before
+        assert same_bits(into, data(before, count, torch.float32)), count
+    rank.settle()
+
+
+def receives_in_any_order(rank: Rank) -> None:
+    """Tags are received in another order than sent, more bytes than a ring holds are set aside, sources mix."""
+    me, size, channel = rank.rank, rank.size, rank.channel
+    timeout = {"timeout_s": TIMEOUT_S}
+    tags = range(6)
+
+    def message(source: int, tag: int) -> Tensor:
+        return data(source, 1 + 50_000 * (tag % 3), torch.float32, seed=tag)
+
+    if me != 0:
+        sends = []
+        for tag in tags:
+            t = message(me, tag)
+            sends.append(channel.send(t.data_ptr(), t.nbytes, 0, tag, keep=t, **timeout))
+        for job in sends:
+            job.wait()
+        rank.settle()
+        return
+    for tag in reversed(tags):
+        if tag % 2:
+            for source in reversed(range(1, size)):
+                into = torch.empty_like(message(source, tag))
+                channel.recv(into.data_ptr(), into.nbytes, source, tag, keep=into, **timeout).wait()
+                assert same_bits(into, message(source, tag))
+        else:
+            seen = set()
+            for _ in range(1, size):
+                into = torch.empty_like(message(1, tag))
+                job = channel.recv(into.data_ptr(), into.nbytes, None, tag, keep=into, **timeout)
+                job.wait()
+                assert same_bits(into, message(job.source, tag))
+                seen.add(job.source)
+            assert seen == set(range(1, size))
+    rank.settle()
+
+
+def messages_do_not_overtake(rank: Rank) -> None:
+    t = torch.empty(1)
+    for i in range(200):
+        if rank.rank == 0:
+            t = torch.full((1 + 300 * (i % 7),), float(i))
+            rank.channel.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t)
+        else:
+            t = torch.empty(1 + 300 * (i % 7))
+            rank.channel.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+            assert (t == i).all()
+    rank.settle()
+
+
+def receives_what_a_rank_sent_before_it_left(rank: Rank) -> None:
+    t = torch.full((1000,), 4.0)
+    if rank.rank == 0:
+        rank.channel.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t)
+        return
+    t.zero_()
+    rank.channel.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+    assert (t == 4).all()
+
+
+def receives_wrong_sizes(rank: Rank) -> list[str]:
+    t, said = torch.ones(100), []
+    for nbytes in (40, 400):
+        if rank.rank == 0:
+            rank.channel.send(t.data_ptr(), 80, 1, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+            continue
+        try:
+            rank.channel.recv(t.data_ptr(), nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+        except PacelineError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    sends_and_receives(rank)
+    return said
+
+
+def waits_for_a_message_in_vain(rank: Rank) -> list[str]:
+    t, said = torch.ones(10), []
+    if rank.rank == 1:
+        for source in (0, None):
+            try:
+                rank.channel.recv(t.data_ptr(), t.nbytes, source, 9, timeout_s=0.1, keep=t).wait()
+            except PacelineError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    # A message that did not come is not the end of the group.
+    sends_and_receives(rank)
+    return said
+
+
+def waits_for_a_little_while(rank: Rank) -> str:
+    job = rank.channel.barrier(timeout_s=TIMEOUT_S, inline=False) if rank.rank == 0 else None
+    said = "nothing"
+    if job is not None:
+        try:
+            job.wait(0.05)
+        except PacelineError as error:
+            said = f"{type(error).__name__}: {error}"
+        rank.channel.send(0, 0, 1, 0, timeout_s=TIMEOUT_S, keep=None).wait()
+        job.wait()
+    else:
+        rank.channel.recv(0, 0, 0, 0, timeout_s=TIMEOUT_S, keep=None).wait()
+        rank.settle()
+    return said

@@ -1,0 +1,399 @@
+"""Ranks that die, stop or leave: every other rank hears of it, by name and in time, and nothing is left behind.
+
+Faults are scripted: the kernel is told at which of its phases to kill its process (``killing.die_at``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.testing import RankError
+
+from . import killing
+from .conformance import SHM
+from .killing import CALLS, LARGE, NOTICED_WITHIN_S, PHASES, SMALL, Loss, die_at, heard_of
+from .requirements import needs_shm
+
+STOP_TIMEOUT_S = 1.5
+
+# Of the other collectives one phase each; `make soak` goes through all of them.
+ELSEWHERE = {
+    "asynchronous all_reduce": "reduced",
+    "zero-copy all_reduce": "reduced",
+    "barrier": "published",
+    "broadcast": "before_publish",
+    "large broadcast": "posted",
+    "reduce": "before_publish",
+    "reduce_scatter": "published",
+    "large reduce_scatter": "reduced",
+    "all_gather": "passed",
+    "large all_gather": "copied",
+    "gather": "before_publish",
+    "scatter": "before_publish",
+    "all_to_all": "staged",
+    "large all_to_all": "copied",
+}
+
+
+@pytest.fixture(autouse=True)
+def _shm_and_no_segment_left():
+    needs_shm()
+    before = killing.segments()
+    yield
+    assert killing.segments() <= before
+
+
+def _losses(ranks, body, *args, victim: int, world_size: int = 2, **options) -> dict[int, Loss]:
+    """Run ``body`` on ranks of which ``victim`` dies; how the others heard of it."""
+    with pytest.raises(RankError) as caught:
+        ranks(body, *args, world_size=world_size, backend=SHM, **options)
+    failures = caught.value.failures
+    assert set(failures) == {victim}, f"not only rank {victim} failed:\n{caught.value}"
+    assert failures[victim].error_type == "", f"rank {victim} did not die: {failures[victim]}"
+    return caught.value.results
+
+
+def _check(losses: dict[int, Loss], *, victim: int, world_size: int) -> None:
+    assert set(losses) == set(range(world_size)) - {victim}
+    for rank, loss in losses.items():
+        assert loss is not None, f"rank {rank} saw no error"
+        assert loss.error == "RankLostError", f"rank {rank}: {loss}"
+        assert loss.lost == victim, f"rank {rank}: {loss}"
+        assert f"rank {victim}" in loss.message, f"rank {rank}: {loss}"
+        assert loss.seconds < NOTICED_WITHIN_S, f"rank {rank}: {loss}"
+
+
+def _dies_in(rank, world_size, victim, call, phase, count):
+    CALLS[call]()
+    dist.barrier()
+    if rank == victim:
+        die_at(phase, count=count)
+    loss = heard_of(CALLS[call])
+    if rank == victim:
+        raise AssertionError(f"{call} does not reach {phase} ({count} times)")
+    return loss
+
+
+@pytest.mark.parametrize("phase", PHASES["small all_reduce"])
+def test_killed_at_every_phase_of_a_small_one(ranks, phase):
+    losses = _losses(ranks, _dies_in, 1, "small all_reduce", phase, 0, victim=1)
+    _check(losses, victim=1, world_size=2)
+
+
+@pytest.mark.parametrize("phase", PHASES["large all_reduce"])
+def test_killed_at_every_phase_of_a_large_one(ranks, phase):
+    losses = _losses(ranks, _dies_in, 0, "large all_reduce", phase, 0, victim=0)
+    _check(losses, victim=0, world_size=2)
+
+
+@pytest.mark.parametrize(("call", "phase"), ELSEWHERE.items())
+def test_killed_in_every_collective(ranks, call, phase):
+    assert phase in PHASES[call]
+    _check(_losses(ranks, _dies_in, 1, call, phase, 0, victim=1), victim=1, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "phase", "victim"),
+    [("small all_reduce", "staged", 0), ("large all_reduce", "reduced", 2), ("large all_gather", "published", 3)],
+)
+def test_killed_among_four(ranks, call, phase, victim):
+    losses = _losses(ranks, _dies_in, victim, call, phase, 0, victim=victim, world_size=4)
+    _check(losses, victim=victim, world_size=4)
+
+
+@pytest.mark.parametrize("phase", ["staged", "passed", "copied"])
+def test_killed_in_the_third_chunk(ranks, phase):
+    losses = _losses(ranks, _dies_in, 0, "large all_reduce", phase, 2, victim=0)
+    _check(losses, victim=0, world_size=2)
+
+
+# -- point to point -------------------------------------------------------------------------------------------
+
+
+def _dies_talking(rank, world_size, victim, phase):
+    dist.barrier()
+    other = 1 - rank
+    if rank == victim:
+        die_at(phase)
+
+    def talk() -> None:
+        if (phase == "sending") == (rank == victim):
+            dist.send(torch.ones(LARGE), other)
+        else:
+            dist.recv(torch.zeros(LARGE), other)
+
+    loss = heard_of(talk)
+    if rank == victim:
+        raise AssertionError(f"point to point does not reach {phase}")
+    return loss
+
+
+@pytest.mark.parametrize("phase", ["sending", "receiving"])
+def test_killed_while_talking(ranks, phase):
+    _check(_losses(ranks, _dies_talking, 1, phase, victim=1), victim=1, world_size=2)
+
+
+def _dies_before_sending(rank, world_size, how):
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outs = torch.zeros(SMALL)
+    if how == "from it":
+        return heard_of(lambda: dist.recv(outs, 1))
+    if how == "asynchronously":
+        return heard_of(lambda: dist.irecv(outs, 1).wait())
+    return heard_of(lambda: dist.recv(outs))
+
+
+@pytest.mark.parametrize("how", ["from it", "asynchronously", "from anyone"])
+def test_waiting_for_a_message_of_the_dead(ranks, how):
+    _check(_losses(ranks, _dies_before_sending, how, victim=1), victim=1, world_size=2)
+
+
+# -- what is left of the group --------------------------------------------------------------------------------
+
+
+def _after_the_death(rank, world_size):
+    dist.barrier()
+    if rank == 1:
+        die_at("staged")
+    first = heard_of(CALLS["small all_reduce"])
+    again = heard_of(CALLS["small all_reduce"])
+    work = heard_of(lambda: dist.all_reduce(torch.ones(3), async_op=True).wait())
+    future = heard_of(lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait())
+    started = time.monotonic()
+    dist.destroy_process_group()
+    return first, again, work, future, time.monotonic() - started
+
+
+def test_the_group_stays_broken_and_can_be_left(ranks):
+    """Every later call fails at once, futures carry the error, and destroying the group does not wait for the dead."""
+    losses = _losses(ranks, _after_the_death, victim=1)
+    first, again, work, future, seconds = losses[0]
+    _check({0: first}, victim=1, world_size=2)
+    for later in (again, work):
+        assert later is not None
+        assert later.error == "RankLostError"
+        assert later.lost == 1
+        assert later.seconds < 0.5
+    # c10d's futures turn exceptions of Python into RuntimeErrors with the text.
+    assert future is not None
+    assert "rank 1" in future.message
+    assert seconds < NOTICED_WITHIN_S
+
+
+def _dies_with_works_pending(rank, world_size):
+    dist.barrier()
+    if rank == 1:
+        die_at("published", count=8)
+    works = [dist.all_reduce(torch.ones(100_003), async_op=True) for _ in range(10)]
+    if rank == 1:
+        works[-1].wait()
+        raise AssertionError("still alive")
+    losses = []
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:
+            losses.append((type(error).__name__, getattr(error, "rank", None), work.is_completed()))
+    return losses
+
+
+def test_every_pending_work_fails(ranks):
+    losses = _losses(ranks, _dies_with_works_pending, victim=1)[0]
+    assert losses
+    assert set(losses) == {("RankLostError", 1, True)}
+
+
+def _dies_in_a_subgroup(rank, world_size):
+    groups = {members: dist.new_group(members) for members in ((1, 3), (0, 2))}
+    dist.barrier()
+    members = (1, 3) if rank in (1, 3) else (0, 2)
+    if rank == 3:
+        die_at("staged")
+    started = time.monotonic()
+    try:
+        tensor = torch.ones(SMALL)
+        dist.all_reduce(tensor, group=groups[members])
+        return Loss("none", None, str(tensor.sum().item()), time.monotonic() - started)
+    except Exception as error:
+        return Loss(type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - started)
+
+
+def test_killed_in_a_subgroup(ranks):
+    """Its group hears of it, by the rank's global name; a group that it is not in works on."""
+    losses = _losses(ranks, _dies_in_a_subgroup, victim=3, world_size=4)
+    assert losses[1].error == "RankLostError"
+    assert losses[1].lost == 3
+    assert "rank 3" in losses[1].message
+    assert losses[1].seconds < NOTICED_WITHIN_S
+    for rank in (0, 2):
+        assert losses[rank].error == "none"
+        assert losses[rank].message == str(2.0 * SMALL)
+
+
+# -- in training ----------------------------------------------------------------------------------------------
+
+
+def _dies_in_backward(rank, world_size, which):
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 4))
+    if which == "ours":
+        import paceline
+
+        model = paceline.DistributedDataParallel(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
+    for _ in range(2):
+        model(torch.randn(8, 64)).sum().backward()
+    dist.barrier()
+    if rank == 1:
+        die_at("before_publish", count=1)
+
+    def step() -> None:
+        for _ in range(3):
+            model(torch.randn(8, 64)).sum().backward()
+
+    loss = heard_of(step)
+    if rank == 1:
+        raise AssertionError("still alive after backward")
+    return loss
+
+
+@pytest.mark.parametrize("which", ["ours", "torch's"])
+def test_killed_in_backward(ranks, which):
+    losses = _losses(ranks, _dies_in_backward, which, victim=1)
+    loss = losses[0]
+    assert loss is not None
+    assert loss.seconds < NOTICED_WITHIN_S + 1
+    assert "rank 1" in loss.message
+    if which == "ours":
+        assert loss.error == "RankLostError"
+        assert loss.lost == 1
+
+
+# -- stopped, and gone without a word -------------------------------------------------------------------------
+
+
+def _stops(rank, world_size, call):
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+    dist.barrier()
+    if rank == 1:
+        die_at("before_publish", action="stop")
+    loss = heard_of(CALLS[call])
+    if rank == 1:
+        raise AssertionError("it was to be stopped")
+    # Else it would stay so until the pool gives it up.
+    os.kill(int(store.get("pid")), signal.SIGKILL)
+    return loss
+
+
+@pytest.mark.parametrize("call", ["small all_reduce", "asynchronous all_reduce"])
+def test_stopped_rank_is_named_when_time_is_up(ranks, call):
+    """A stopped rank may yet go on: it is lost when the group's own time-out has passed, not before."""
+    losses = _losses(ranks, _stops, call, victim=1, group_timeout_s=STOP_TIMEOUT_S)
+    loss = losses[0]
+    assert loss is not None
+    assert loss.error == "RankLostError"
+    assert loss.lost == 1
+    assert "rank 1" in loss.message
+    assert STOP_TIMEOUT_S * 0.9 <= loss.seconds < STOP_TIMEOUT_S + 1
+
+
+def _leaves(rank, world_size, how):
+    dist.barrier()
+    if rank == 1:
+        if how == "exit":
+            os._exit(0)
+        dist.destroy_process_group()
+        # Gone from the group, but the process lives until the other has seen it.
+        return None
+    return heard_of(CALLS["small all_reduce"])
+
+
+def test_exit_without_destroy(ranks):
+    _check(_losses(ranks, _leaves, "exit", victim=1), victim=1, world_size=2)
+
+
+def test_left_the_group(ranks):
+    """Who destroyed the group while another still uses it is named, though its process lives."""
+    loss = ranks(_leaves, "destroy", backend=SHM)[0]
+    assert loss is not None
+    assert loss.error == "RankLostError"
+    assert loss.lost == 1
+    assert loss.seconds < NOTICED_WITHIN_S
+
+
+# -- nothing is left behind -----------------------------------------------------------------------------------
+
+
+def test_killed_runs_leave_nothing():
+    """Ten here, two hundred in `make soak`."""
+    assert killing.soak(10) == []
+
+
+def _come_and_go(rank, world_size, path):
+    for turn in range(6):
+        killing.start_group(f"{path}.{turn}", rank=rank, world_size=world_size)
+        CALLS["large all_reduce"]()
+        sending = dist.isend(torch.ones(5), 1 - rank)
+        dist.recv(torch.zeros(5), 1 - rank)
+        sending.wait()
+        dist.barrier()
+        dist.destroy_process_group()
+        if turn == 1:
+            warm = killing._holdings()
+    return warm, killing._holdings()
+
+
+def test_groups_that_end_well_leave_nothing(ranks, tmp_path):
+    for warm, left in ranks(_come_and_go, str(tmp_path / "store"), backend=None):
+        assert left <= warm
+
+
+def _ends_as_a_script_does(rank, world_size):
+    CALLS["small all_reduce"]()
+    work = dist.all_reduce(torch.ones(LARGE), async_op=True)
+    if rank == 0:
+        work.wait()
+    dist.isend(torch.ones(3), 1 - rank)
+    # What the interpreter does at the end of a script, groups, works and the kernel's threads still there.
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def test_scripts_that_just_end(ranks):
+    with pytest.raises(RankError) as caught:
+        ranks(_ends_as_a_script_does, backend=SHM)
+    said = {rank: failure.message for rank, failure in caught.value.failures.items()}
+    assert said == dict.fromkeys(range(2), "its process ended (exit code 0)"), caught.value
+
+
+def _forks(rank, world_size):
+    """A data loader's worker: it has the group's memory, and must not disturb the group."""
+    CALLS["small all_reduce"]()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(3))
+        except Exception as error:
+            os._exit(7 if "fork" in str(error) else 8)
+        os._exit(9)
+    _, status = os.waitpid(child, 0)
+    CALLS["large all_reduce"]()
+    dist.barrier()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_is_kept_out(ranks):
+    """It gets an error that says so; its exit is not its parent's death."""
+    assert ranks(_forks, backend=SHM) == [7, 7]

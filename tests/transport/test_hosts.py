@@ -1,0 +1,301 @@
+"""Groups that span hosts: right results, one exchange a host, and an end to waiting when a rank is lost.
+
+Two hosts of two ranks, each host a network namespace and a mount namespace of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.errors import PacelineError
+from tests.transport._hosts import Hosts, why_no_hosts
+from tests.transport.requirements import needs_shm
+
+_MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    needs_shm()
+    reason = why_no_hosts()
+    if reason is not None:
+        pytest.skip(f"no hosts to test with: {reason}")
+    with Hosts(2, ranks_per_host=2) as made:
+        yield made
+
+
+def _numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers: their sums and products are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+
+
+def _describe(rank, world_size):
+    return type(dist.group.WORLD).__name__, paceline.transport.describe(dist.group.WORLD)
+
+
+def test_hosts_are_found_whatever_the_launcher_says(hosts: Hosts) -> None:
+    for kind, carried in hosts.run(__name__, "_describe"):
+        assert kind == "HostsProcessGroup"
+        assert carried.startswith("4 ranks on 2 hosts")
+        assert "gloo" in carried
+
+
+_OPS = {
+    "SUM": torch.Tensor.__add__,
+    "PRODUCT": torch.Tensor.__mul__,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def _expected(op: str, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    parts = [_numbers(rank, shape, dtype) for rank in range(world_size)]
+    if op == "AVG":
+        return torch.stack(parts).double().mean(0).to(dtype)
+    total = parts[0]
+    for part in parts[1:]:
+        total = _OPS[op](total, part).to(dtype)
+    return total
+
+
+def _reductions(rank, world_size):
+    checked = 0
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int16, torch.int64, torch.bool):
+        ops = ["SUM", "PRODUCT", "MIN", "MAX"] + (["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"])
+        for op in ops:
+            if dtype is torch.bool and op in ("MIN", "MAX"):
+                continue
+            for shape in ((), (0,), (7,), (3, 1000)):
+                reduce_op = getattr(dist.ReduceOp, op)
+                want = _expected(op, world_size, shape, dtype)
+                tensor = _numbers(rank, shape, dtype)
+                dist.all_reduce(tensor, reduce_op)
+                assert torch.equal(tensor, want), (op, dtype, shape, tensor, want)
+                root = checked % world_size
+                tensor = _numbers(rank, shape, dtype)
+                dist.reduce(tensor, root, reduce_op)
+                assert torch.equal(tensor, want if rank == root else _numbers(rank, shape, dtype)), (op, dtype, shape)
+                checked += 1
+    return checked
+
+
+def test_reductions(hosts: Hosts) -> None:
+    assert hosts.run(__name__, "_reductions") == [7 * 4 * 4 + 3 * 4 + 4 * 3 * 4 - 2 * 4] * 4
+
+
+def _exchanges(rank, world_size):
+    for dtype in (torch.float32, torch.int16, torch.complex64, torch.float8_e4m3fn):
+        for shape in ((5,), (0,), (2, 3)):
+            for root in range(world_size):
+                tensor = _numbers(rank, shape, torch.float32).to(dtype)
+                dist.broadcast(tensor, root)
+                want = _numbers(root, shape, torch.float32).to(dtype)
+                assert torch.equal(tensor.view(torch.uint8), want.view(torch.uint8))
+            mine = _numbers(rank, shape, torch.float32).to(dtype)
+            gathered = [torch.empty_like(mine) for _ in range(world_size)]
+            dist.all_gather(gathered, mine)
+            for other, found in enumerate(gathered):
+                want = _numbers(other, shape, torch.float32).to(dtype)
+                assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+    whole = torch.empty(world_size * 4)
+    dist.all_gather_single(whole, torch.full((4,), float(rank)))
+    assert whole.view(world_size, 4).tolist() == [[float(r)] * 4 for r in range(world_size)]
+    strided = torch.zeros(4, 6).t()
+    strided.fill_(rank)
+    dist.all_reduce(strided)
+    assert strided.unique().tolist() == [sum(range(world_size))]
+
+
+def test_exchanges(hosts: Hosts) -> None:
+    hosts.run(__name__, "_exchanges")
+
+
+def _reduce_scatter(rank, world_size):
+    for dtype in (torch.float32, torch.int16, torch.bool):
+        rows = _numbers(rank, (world_size, 6), dtype)
+        before = rows.clone()
+        out = torch.empty(6, dtype=dtype)
+        dist.reduce_scatter_single(out, rows)
+        assert torch.equal(rows, before)
+        want = _expected("SUM", world_size, (world_size, 6), dtype)
+        assert torch.equal(out, want[rank])
+        dist.reduce_scatter(out, list(rows))
+        assert torch.equal(out, want[rank])
+    mean = torch.empty(6)
+    dist.reduce_scatter_single(mean, _numbers(rank, (world_size, 6), torch.float32), dist.ReduceOp.AVG)
+    assert torch.equal(mean, _expected("AVG", world_size, (world_size, 6), torch.float32)[rank])
+
+
+def test_reduce_scatter(hosts: Hosts) -> None:
+    hosts.run(__name__, "_reduce_scatter")
+
+
+def _the_rest(rank, world_size):
+    gathered = [torch.zeros(2) for _ in range(world_size)] if rank == 1 else None
+    dist.gather(torch.full((2,), float(rank)), gathered, dst=1)
+    assert gathered is None or [part[0].item() for part in gathered] == [0, 1, 2, 3]
+    got = torch.zeros(2)
+    dist.scatter(got, [torch.full((2,), float(r)) for r in range(world_size)] if rank == 2 else None, src=2)
+    assert got.tolist() == [rank, rank]
+    swapped = torch.zeros(world_size)
+    dist.all_to_all_single(swapped, torch.arange(world_size) + 10.0 * rank)
+    assert swapped.tolist() == [10.0 * other + rank for other in range(world_size)]
+    if rank == 0:
+        dist.send(torch.full((3,), 5.0), 3)
+    elif rank == 3:
+        message = torch.zeros(3)
+        assert dist.recv(message) == 0
+        assert message.tolist() == [5.0] * 3
+    sparse = torch.sparse_coo_tensor([[0, rank]], [1.0, 2.0], (4,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [6.0, 2.0, 2.0, 2.0]
+    objects = [None] * world_size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert [found["rank"] for found in objects] == [0, 1, 2, 3]
+    dist.barrier()
+
+
+def test_everything_else_goes_over_gloo(hosts: Hosts) -> None:
+    hosts.run(__name__, "_the_rest")
+
+
+def _works(rank, world_size):
+    tensors = [torch.full((1000,), float(i)) for i in range(10)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    last = torch.ones(3)
+    dist.all_reduce(last)
+    assert works[0].get_future().wait()[0][0].item() == 0
+    assert all(work.wait() and work.is_success() for work in works)
+    assert [tensor[0].item() for tensor in tensors] == [i * world_size for i in range(10)]
+    assert last.tolist() == [world_size] * 3
+
+
+def test_works_run_in_order(hosts: Hosts) -> None:
+    hosts.run(__name__, "_works")
+
+
+def _subgroups(rank, world_size):
+    kinds = {}
+    for members in ([0, 1], [2, 3], [1, 2], [0, 2, 3], [3]):
+        group = dist.new_group(members)
+        if rank in members:
+            tensor = torch.full((5,), float(rank))
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [sum(members)] * 5
+            kinds[str(members)] = type(group).__name__
+            dist.barrier(group=group)
+            dist.destroy_process_group(group)
+    gc.collect()
+    return kinds
+
+
+def test_subgroups_use_what_their_ranks_share(hosts: Hosts) -> None:
+    kinds = {}
+    for found in hosts.run(__name__, "_subgroups"):
+        kinds |= found
+    assert kinds == {
+        "[0, 1]": "ShmProcessGroup",
+        "[2, 3]": "ShmProcessGroup",
+        "[1, 2]": "GlooGroup",
+        "[0, 2, 3]": "HostsProcessGroup",
+        "[3]": "ShmProcessGroup",
+    }
+    assert [hosts.segments(host) for host in range(2)] == [[], []]
+
+
+def _train(rank, world_size):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+    ddp = paceline.DDP(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    return [parameter.double().sum().item() for parameter in model.parameters()]
+
+
+def test_training(hosts: Hosts) -> None:
+    results = hosts.run(__name__, "_train")
+    assert results == [results[0]] * 4
+
+
+def _all_reduce(rank, world_size, nbytes):
+    tensor = torch.ones(nbytes // 4)
+    dist.barrier()
+    began = time.perf_counter()
+    dist.all_reduce(tensor)
+    took_s = time.perf_counter() - began
+    assert tensor[0].item() == tensor[-1].item() == world_size
+    return took_s
+
+
+def _measure(hosts: Hosts) -> tuple[float, float]:
+    """How many times its size an all-reduce of 16 MB sends, and how long it takes."""
+    nbytes = 16 * _MB
+    hosts.run(__name__, "_all_reduce", nbytes)
+    before = [hosts.sent_bytes(host) for host in range(2)]
+    took_s = max(hosts.run(__name__, "_all_reduce", nbytes))
+    sent = [hosts.sent_bytes(host) - was for host, was in zip(range(2), before, strict=True)]
+    return max(sent) / nbytes, took_s
+
+
+def test_a_host_sends_what_one_rank_would(hosts: Hosts) -> None:
+    times_sent, _ = _measure(hosts)
+    # Two leaders that exchange halves and results send each element once; four ranks of gloo would send it
+    # one and a half times a rank, most of it over the link. The rest is headers.
+    assert 0.95 < times_sent < 1.15
+
+
+def test_with_a_link_of_one_gigabit(hosts: Hosts) -> None:
+    hosts.limit("1gbit")
+    try:
+        times_sent, took_s = _measure(hosts)
+        assert 0.95 < times_sent < 1.15
+        # 16 MB cannot pass in less: the limit is in force.
+        assert took_s > 0.9 * 16 * _MB * 8 / 1e9
+        hosts.run(__name__, "_reduce_scatter")
+    finally:
+        hosts.limit("100gbit")
+
+
+def _wait_for_the_lost(rank, world_size):
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1000))
+    except PacelineError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", 0.0
+
+
+@pytest.mark.parametrize("lost", [3, 2], ids=["a rank", "a leader"])
+def test_a_lost_rank_is_an_error_on_every_host(lost: int) -> None:
+    needs_shm()
+    reason = why_no_hosts()
+    if reason is not None:
+        pytest.skip(f"no hosts to test with: {reason}")
+    with Hosts(2, ranks_per_host=2) as hosts:
+        hosts.run(__name__, "_describe")
+        hosts.kill(lost)
+        rest = [rank for rank in range(4) if rank != lost]
+        answers = hosts.run(__name__, "_wait_for_the_lost", ranks=rest)
+        for name, said, took_s in answers:
+            assert name in ("RankLostError", "PeerFailedError"), said
+            assert took_s < 10
+        on_its_host = answers[rest.index(5 - lost)]
+        assert f"rank {lost}" in on_its_host[1]
+        assert [hosts.segments(host) for host in range(2)] == [[], []]

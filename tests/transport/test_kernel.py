@@ -1,0 +1,245 @@
+"""The C kernel on real processes: results to the bit, errors on every rank, faults in every phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import BadArgumentError, StateError
+from paceline.transport import kernel
+from paceline.transport.kernel import Channel, control_nbytes
+from tests.transport import programs
+from tests.transport.processes import Outcome, RankRunner, Segment, segment_path, values
+
+pytestmark = pytest.mark.skipif(
+    kernel.reason_unavailable() is not None, reason=f"no kernel: {kernel.reason_unavailable()}"
+)
+
+
+@pytest.fixture(scope="module")
+def run() -> RankRunner:
+    return RankRunner()
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(2, programs.SIZES), (3, (1, 1000, 100_003)), (1, (0, 5, 100_003))])
+def test_all_reduce_gives_the_fold_in_rank_order_to_the_bit(run: RankRunner, size: int, sizes: tuple[int, ...]) -> None:
+    checked = values(run(size, programs.reduces_every_dtype_and_op, sizes=sizes))
+    cases = list(programs.cases())
+    sums = sum(op is kernel.Op.SUM for _, op in cases)
+    assert checked == [len(cases) * len(sizes) + sums] * size
+
+
+@pytest.mark.parametrize(
+    "program",
+    [programs.reduces_special_values, programs.every_half_survives_the_conversion, programs.scales_inputs],
+)
+def test_arithmetic(run: RankRunner, program: Callable[..., None]) -> None:
+    values(run(2, program))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("program", [programs.exchanges, programs.reduce_exchanges, programs.reduces_in_arenas])
+def test_other_collectives(run: RankRunner, program: Callable[..., None], size: int) -> None:
+    values(run(size, program))
+
+
+def test_jobs_run_in_order(run: RankRunner) -> None:
+    values(run(2, programs.runs_jobs_in_order, jobs=200))
+
+
+def test_a_job_nobody_holds_keeps_its_memory(run: RankRunner) -> None:
+    values(run(2, programs.keeps_memory_of_dropped_jobs))
+
+
+def test_several_threads_may_submit(run: RankRunner) -> None:
+    values(run(2, programs.several_threads_submit))
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_in_different_collectives_are_told_on_every_rank_and_go_on(run: RankRunner) -> None:
+    said = values(run(2, programs.disagrees))
+    assert said[0] == said[1]
+    assert [line.split(":")[0] for line in said[0]] == ["DisagreementError"] * 9
+    assert "rank 10 in all_reduce(SUM, 10 x float32), rank 11 in all_reduce(SUM, 11 x float32)" in said[0][0]
+    assert "rank 10 in all_reduce(SUM, 90000 x float32), rank 11 in barrier" in said[0][5]
+    assert "all_gather: rank 10 sends 40 bytes to rank 11, which expects 80" in said[0][6]
+    assert "broadcast root 0, rank 11 in broadcast root 1" in said[0][7]
+
+
+def test_what_makes_no_sense_is_refused(run: RankRunner) -> None:
+    said = values(run(2, programs.is_refused))
+    assert [line.split(":")[0] for line in said[0]] == ["BadArgumentError"] * 4
+
+
+def test_a_fork_is_not_a_rank(run: RankRunner) -> None:
+    said = values(run(2, programs.forks))
+    assert all(line.startswith("StateError: this process is a fork") for line in said)
+
+
+def test_waiting_for_a_while_leaves_the_job_running(run: RankRunner) -> None:
+    said = values(run(2, programs.waits_for_a_little_while))
+    assert said[0].startswith("RankLostError: still waiting")
+
+
+def _lost(outcomes: list[Outcome], lost: int) -> None:
+    for outcome in outcomes:
+        if outcome.rank == lost:
+            assert outcome.exit_code == -signal.SIGKILL
+            continue
+        assert outcome.error == "RankLostError", outcome
+        assert outcome.blamed == lost, outcome
+        assert f"rank {10 + lost}" in outcome.message, outcome
+
+
+PHASES = {
+    "barrier": ("posted", "before_publish", "published", "passed"),
+    "small": ("posted", "staged", "before_publish", "published", "passed", "reduced"),
+    "large": ("posted", "staged", "before_publish", "published", "passed", "reduced", "copied"),
+    "queued": ("staged", "reduced"),
+    "zero_copy": ("posted", "published", "passed", "reduced"),
+    "exchange": ("staged", "published", "passed", "copied"),
+    "reduce_exchange": ("staged", "published", "passed", "reduced"),
+    "message": ("sending", "receiving"),
+}
+
+
+@pytest.mark.parametrize(("what", "phase"), [(what, phase) for what, phases in PHASES.items() for phase in phases])
+def test_a_rank_that_dies_is_named_within_two_seconds(run: RankRunner, what: str, phase: str) -> None:
+    # In the middle of a large collective, too: the second time the phase is reached.
+    outcomes = run(2, programs.one_fails, what=what, phase=phase, count=1, action="kill", timeout_s=60.0)
+    _lost(outcomes, 1)
+    assert outcomes[0].seconds < 2.0 + 2.0  # the work before the fault, on a loaded machine
+
+
+def test_every_survivor_is_told(run: RankRunner) -> None:
+    _lost(run(4, programs.one_is_killed_while_others_sleep), 3)
+
+
+@pytest.mark.parametrize("what", ["large", "queued"])
+def test_a_rank_that_is_stopped_runs_into_the_time_out(run: RankRunner, what: str) -> None:
+    outcomes = run(3, programs.one_fails, what=what, phase="passed", count=1, action="stop", timeout_s=0.5)
+    _lost(outcomes, 2)
+    assert "did not arrive" in outcomes[0].message
+
+
+def test_a_rank_that_leaves_is_named(run: RankRunner) -> None:
+    outcomes = run(3, programs.one_leaves)
+    assert outcomes[0].error is None
+    for outcome in outcomes[1:]:
+        assert (outcome.error, outcome.blamed) == ("RankLostError", 0)
+        assert "rank 10 has closed the group" in outcome.message
+
+
+def test_poison_carries_its_cause(run: RankRunner) -> None:
+    for outcome in run(3, programs.one_poisons):
+        assert (outcome.error, outcome.blamed) == ("PeerFailedError", 1)
+        assert outcome.message == "the dog ate the gradients"
+
+
+def test_abort_ends_what_is_under_way_everywhere(run: RankRunner) -> None:
+    for outcome in run(2, programs.one_aborts):
+        assert outcome.error == "PeerFailedError"
+        assert outcome.message == "rank 11 has aborted the group"
+
+
+def test_poison_stays(run: RankRunner) -> None:
+    assert values(run(1, programs.stays_poisoned)) == [["PeerFailedError: one"] * 2]
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "program"),
+    [
+        (2, programs.sends_and_receives),
+        (4, programs.sends_and_receives),
+        (3, programs.receives_in_any_order),
+        (2, programs.messages_do_not_overtake),
+        (2, programs.receives_what_a_rank_sent_before_it_left),
+    ],
+)
+def test_messages(run: RankRunner, size: int, program: Callable[..., None]) -> None:
+    values(run(size, program))
+
+
+def test_a_message_of_the_wrong_size_is_an_error_and_gone(run: RankRunner) -> None:
+    said = values(run(2, programs.receives_wrong_sizes))
+    assert said[1] == [
+        f"DisagreementError: rank 10 sent 80 bytes to rank 11, which receives {nbytes}" for nbytes in (40, 400)
+    ]
+
+
+def test_a_message_that_does_not_come_is_a_time_out(run: RankRunner) -> None:
+    said = values(run(2, programs.waits_for_a_message_in_vain))
+    assert said[1] == [
+        f"RankLostError: rank 11 waited 0.1 s for {who} to send a message of 40 bytes with tag 9"
+        for who in ("rank 10", "any rank")
+    ]
+
+
+# -- joining ---------------------------------------------------------------------------------------------------------
+
+
+def _open(segment: Segment, *, rank: int = 0, size: int = 2, create: bool = True, nbytes: int | None = None) -> Channel:
+    return Channel(
+        address=segment.address,
+        nbytes=segment.nbytes if nbytes is None else nbytes,
+        fd=segment.fd,
+        rank=rank,
+        size=size,
+        create=create,
+    )
+
+
+def test_a_segment_that_is_not_right_is_refused() -> None:
+    with segment_path() as path:
+        segment = Segment(path, control_nbytes(2), create=True)
+        with pytest.raises(StateError, match="was not made by this library"):
+            _open(segment, create=False)
+        with pytest.raises(StateError, match="too small"):
+            _open(segment, nbytes=segment.nbytes - 4096)
+        channel = _open(segment)
+        with pytest.raises(StateError, match="a rank of it already"):
+            _open(segment, rank=1, create=False)
+        channel.close()
+        with pytest.raises(StateError, match="another number of ranks"):
+            _open(segment, size=1, create=False)
+        os.pwrite(segment.fd, b"\xff\xff\xff\xff", 8)
+        with pytest.raises(StateError, match="another version"):
+            _open(segment, create=False)
+
+
+def test_arguments_are_checked() -> None:
+    with segment_path() as path:
+        segment = Segment(path, control_nbytes(2), create=True)
+        channel = _open(segment)
+        with pytest.raises(BadArgumentError):
+            channel.send(0, 0, 0, 0, timeout_s=1, keep=None)
+        with pytest.raises(BadArgumentError):
+            channel.exchange([], [], same=False, kind=0, timeout_s=1, inline=True, keep=None)
+        channel.close()
+        channel.close()
+        with pytest.raises(StateError, match="has closed the group"):
+            channel.barrier(timeout_s=1, inline=True)
+    with pytest.raises(BadArgumentError, match="1 to 64"):
+        control_nbytes(65)
+
+
+def test_memory_is_bounded() -> None:
+    assert control_nbytes(2) < 8 << 20
+    assert control_nbytes(16) <= 24 << 20
+
+
+def test_nothing_is_left_behind() -> None:
+    # Runs last in this file: whatever the tests above killed, nothing of it has a name any more.
+    assert list(Path("/dev/shm").glob("kernel-test-*")) == []

@@ -1,0 +1,313 @@
+"""What is not used: segments that are not ours, and shared memory where there is too little of it or no kernel.
+
+A segment is refused by an error. A transport that cannot be had is replaced by gloo, on all ranks alike, with one
+notice that says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import re
+import stat
+import struct
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import BadArgumentError, NoRoomError, PacelineError, StateError
+from paceline.testing import RankPool
+from paceline.transport import kernel
+from paceline.transport.segment import DIRECTORY, Segment
+
+from . import killing
+from .requirements import needs_shm
+
+NOBODY = 65534
+CLONE_FS, CLONE_NEWNS = 0x00000200, 0x00020000
+MS_REC, MS_PRIVATE = 0x4000, 1 << 18
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+
+
+@pytest.fixture(autouse=True)
+def _shm_and_no_segment_left():
+    needs_shm()
+    before = killing.segments()
+    yield
+    assert killing.segments() <= before
+
+
+@pytest.fixture
+def fresh_ranks():
+    """Ranks that are ended after the test: what it does to them cannot be undone."""
+    with RankPool() as pool:
+        yield pool.run
+
+
+# -- segments -------------------------------------------------------------------------------------------------
+
+
+def test_a_segment_is_private_and_nameless_soon():
+    with Segment.create(8192) as segment:
+        path = os.path.join(DIRECTORY, segment.name)
+        found = os.stat(path)
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_uid == os.geteuid()
+        assert found.st_size == 8192
+        # 128 random bits.
+        assert re.fullmatch(r"paceline-[0-9a-f]{32}", segment.name)
+        assert os.get_inheritable(segment.fd) is False
+    assert not os.path.exists(path)
+
+
+def test_names_differ():
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(Segment.create(1)).name for _ in range(50)]
+    assert len(set(names)) == 50
+
+
+def test_wrong_size_is_refused():
+    with Segment.create(8192) as segment, pytest.raises(PacelineError, match="8192"):
+        Segment.open(segment.name, nbytes=4096)
+
+
+def test_wrong_mode_is_refused():
+    with Segment.create(4096) as segment:
+        os.fchmod(segment.fd, 0o666)
+        with pytest.raises(PacelineError, match="mode"):
+            Segment.open(segment.name, nbytes=4096)
+
+
+def test_a_link_is_refused(tmp_path):
+    """Somebody else's file under one of our names."""
+    target = tmp_path / "target"
+    target.write_bytes(b"\0" * 4096)
+    target.chmod(0o600)
+    path = os.path.join(DIRECTORY, "paceline-" + "ab" * 16)
+    os.symlink(target, path)
+    try:
+        with pytest.raises((PacelineError, OSError)):
+            Segment.open(os.path.basename(path), nbytes=4096)
+    finally:
+        os.unlink(path)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "paceline-", "paceline-xyz", "other", "", "paceline-" + "g" * 32])
+def test_other_names_are_refused(name):
+    with pytest.raises(BadArgumentError):
+        Segment.open(name, nbytes=4096)
+
+
+def _make_as_nobody(conn) -> None:
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    with Segment.create(4096) as segment:
+        conn.send(segment.name)
+        conn.recv()
+
+
+@needs_root
+def test_another_users_is_refused():
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=_make_as_nobody, args=(theirs,), daemon=True)
+    other.start()
+    try:
+        assert ours.poll(30)
+        name = ours.recv()
+        with pytest.raises(PacelineError, match="user"):
+            Segment.open(name, nbytes=4096)
+        ours.send("done")
+        other.join(10)
+    finally:
+        other.kill()
+        other.join()
+
+
+def _open_channel(segment: Segment, *, create: bool, nbytes: int, size: int = 2) -> kernel.Channel:
+    return kernel.Channel(
+        address=segment.address, nbytes=nbytes, fd=segment.fd, rank=int(not create), size=size, create=create
+    )
+
+
+@pytest.mark.parametrize("change", ["nothing there", "magic", "version", "ranks", "bytes"])
+def test_a_control_segment_of_another_making_is_refused(change):
+    nbytes = kernel.control_nbytes(2)
+    with Segment.create(nbytes) as segment:
+        if change != "nothing there":
+            _open_channel(segment, create=True, nbytes=nbytes).close()
+        if change == "magic":
+            segment.memory[:8] = struct.pack("<Q", 0x1234)
+        elif change == "version":
+            # The words after the magic: version, size, number of ranks. Whichever it is, it must not be taken.
+            segment.memory[8:16] = struct.pack("<Q", 0xFFFF)
+        claimed = nbytes - 4096 if change == "bytes" else nbytes
+        with pytest.raises(StateError, match="refused"):
+            _open_channel(segment, create=False, nbytes=claimed, size=3 if change == "ranks" else 2)
+
+
+def test_no_room_is_said_with_figures():
+    with pytest.raises(NoRoomError) as caught:
+        Segment.create(1 << 50)
+    figures = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]{3,}", str(caught.value))]
+    # What was asked for and what there is.
+    assert 1 << 50 in figures
+    assert len(figures) >= 2
+
+
+# -- falling back ---------------------------------------------------------------------------------------------
+
+
+class _Notices(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _fallen_back(rank: int, world_size: int, path: str) -> tuple[str, list[str], float]:
+    """Start a group that cannot have shared memory; what it is, what was said, and whether it works."""
+    notices = _Notices()
+    logging.getLogger("paceline").addHandler(notices)
+    killing.start_group(path, rank=rank, world_size=world_size)
+    second = dist.new_group(list(range(world_size)))
+    tensor = torch.full((70_001,), rank + 1.0)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=second)
+    dist.barrier()
+    return type(dist.group.WORLD).__name__, notices.said, tensor[-1].item()
+
+
+def _check_fallen_back(results: list[tuple[str, list[str], float]], *patterns: str) -> None:
+    kinds = {kind for kind, _, _ in results}
+    assert len(kinds) == 1, f"not alike: {kinds}"
+    assert kinds != {"ShmProcessGroup"}
+    world_size = len(results)
+    total = world_size * (world_size + 1) / 2
+    assert [value for _, _, value in results] == [total * world_size] * world_size
+    said = [notice for _, notices, _ in results for notice in notices]
+    assert len(said) == 1, f"one notice was expected: {said}"
+    for pattern in ("gloo", *patterns):
+        assert re.search(pattern, said[0]), said[0]
+
+
+def _without_kernel(rank, world_size, path, without):
+    if rank in without:
+        kernel.reason_unavailable = lambda: "its C kernel was not compiled (a test says so); install a C compiler"
+    return _fallen_back(rank, world_size, path)
+
+
+@pytest.mark.parametrize("without", [(0, 1), (1,), (0,)], ids=["none has it", "rank 0 has it", "rank 1 has it"])
+def test_no_kernel(fresh_ranks, tmp_path, without):
+    results = fresh_ranks(_without_kernel, str(tmp_path / "store"), without, backend=None)
+    _check_fallen_back(results, "compile")
+
+
+def _as_another_user(rank, world_size, path):
+    if rank == 1:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    return _fallen_back(rank, world_size, path)
+
+
+@needs_root
+def test_ranks_of_two_users(fresh_ranks):
+    """Not one segment is shared; both work, over gloo. (Ranks that share nothing are hosts: no notice is due.)"""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o777)
+        path = os.path.join(directory, "store")
+        with open(path, "w", encoding="utf-8"):
+            os.chmod(path, 0o666)
+        results = fresh_ranks(_as_another_user, path, backend=None)
+    assert {kind for kind, _, _ in results} != {"ShmProcessGroup"}
+    assert [value for _, _, value in results] == [6.0, 6.0]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _libc_call(name: str, *args: object) -> None:
+    if getattr(_libc, name)(*args) != 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def _enter_little_room(rank: int, world_size: int, path: str, kilobytes: int) -> str | None:
+    """Rank 0 makes a small shared-memory file system that only it sees; the others join it there.
+
+    Returns why not, if the machine does not allow it.
+    """
+    ready = f"{path}.ready"
+    if rank == 0:
+        try:
+            _libc_call("unshare", CLONE_NEWNS)
+            _libc_call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+            _libc_call("mount", b"tmpfs", DIRECTORY.encode(), b"tmpfs", 0, f"size={kilobytes}k".encode())
+            said = f"{os.getpid()}"
+        except OSError as error:
+            said = f"not permitted: {error}"
+        with open(f"{ready}.new", "w", encoding="utf-8") as file:
+            file.write(said)
+        os.rename(f"{ready}.new", ready)
+    store = dist.FileStore(f"{path}.meeting", world_size)
+    store.set(f"rank{rank}", "here") if rank == 0 else store.wait(["rank0"])
+    with open(ready, encoding="utf-8") as file:
+        said = file.read()
+    if not said.isdigit():
+        return said
+    if rank != 0:
+        # A mount namespace cannot be joined while the thread shares its file-system state with others.
+        _libc_call("unshare", CLONE_FS)
+        namespace = os.open(f"/proc/{said}/ns/mnt", os.O_RDONLY)
+        _libc_call("setns", namespace, CLONE_NEWNS)
+        os.close(namespace)
+    assert os.statvfs(DIRECTORY).f_blocks * os.statvfs(DIRECTORY).f_frsize == kilobytes * 1024
+    return None
+
+
+def _little_room(rank, world_size, path, kilobytes):
+    refused = _enter_little_room(rank, world_size, path, kilobytes)
+    if refused is not None:
+        return refused
+    result = _fallen_back(rank, world_size, path)
+    assert os.listdir(DIRECTORY) == []
+    return result
+
+
+@pytest.mark.parametrize("kilobytes", [4, 64], ids=["not even for a handshake", "not for the group"])
+@needs_root
+def test_too_little_room(fresh_ranks, tmp_path, kilobytes):
+    results = fresh_ranks(_little_room, str(tmp_path / "store"), kilobytes, backend=None)
+    if isinstance(results[0], str):
+        pytest.skip(f"mounts are {results[0]}")
+    _check_fallen_back(results, r"[\d,]{4,} bytes", r"free")
+
+
+@needs_root
+def test_room_for_the_group_but_not_for_buckets(fresh_ranks, tmp_path):
+    """The group is there; memory for buckets is refused on all ranks alike, and reducing works without."""
+    kilobytes = kernel.control_nbytes(2) // 1024 * 3
+    results = fresh_ranks(_buckets_without_room, str(tmp_path / "store"), kilobytes, backend=None)
+    if isinstance(results[0], str):
+        pytest.skip(f"mounts are {results[0]}")
+    assert results == [("ShmProcessGroup", True, 3.0)] * 2
+
+
+def _buckets_without_room(rank, world_size, path, kilobytes):
+    from paceline import transport
+
+    refused = _enter_little_room(rank, world_size, path, kilobytes)
+    if refused is not None:
+        return refused
+    killing.start_group(path, rank=rank, world_size=world_size)
+    without = transport.allocate(kilobytes * 1024) is None
+    tensor = torch.full((300_007,), rank + 1.0)
+    dist.all_reduce(tensor)
+    return type(dist.group.WORLD).__name__, without, tensor[-1].item()
