@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from .ranks import joined
 from .stats import paired_ratio
 
 OUT = Path("runs") / "bench"
-TITLES = {"eager": "not compiled", "breaks": "compiled, a break at each collective", "one graph": "compiled, one graph"}
+TITLES = {"eager": "not compiled", "breaks": "compiled, a break at each", "one graph": "compiled, one graph"}
 REFERENCE = "breaks"
 
 
@@ -90,24 +91,42 @@ def hidden() -> Collectives:
     return Collectives(*calls)
 
 
-class Net(nn.Module):
-    """Layers whose activations are centred by what all ranks have seen."""
+class Layer(nn.Module):
+    """A layer whose activations are centred by what all ranks have seen."""
 
     def __init__(self, settings: Settings, collectives: Collectives) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(settings.width, settings.width) for _ in range(settings.layers))
+        self.linear = nn.Linear(settings.width, settings.width)
         self.collectives = collectives
 
     def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        work = self.collectives.begin_sum(mean)
+        y = torch.tanh(self.linear(x))
+        scale = 1 / (1 + y.detach().abs().mean())
+        self.collectives.decide(scale)
+        self.collectives.wait(work)
+        return y * scale - mean / dist.get_world_size()
+
+
+class Net(nn.Module):
+    """A stack of such layers, and a loss."""
+
+    def __init__(self, settings: Settings, layer: type[nn.Module], collectives: Collectives) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(settings, collectives) for _ in range(settings.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            mean = x.detach().mean(0)
-            work = self.collectives.begin_sum(mean)
-            y = torch.tanh(layer(x))
-            scale = 1 / (1 + y.detach().abs().mean())
-            self.collectives.decide(scale)
-            self.collectives.wait(work)
-            x = y * scale - mean / dist.get_world_size()
+            x = layer(x)
         return x.square().mean()
+
+
+def apart(kind: type[nn.Module], mode: str) -> type[nn.Module]:
+    """The class with code of its own: the compiler remembers by code what it has given up on (a break in a loop)."""
+    forward = kind.forward
+    own = FunctionType(forward.__code__.replace(co_name=f"forward_{mode}"), forward.__globals__, "forward")
+    return type(kind.__name__, (kind,), {"forward": own})
 
 
 class Trainer:
@@ -115,7 +134,8 @@ class Trainer:
 
     def __init__(self, mode: str, settings: Settings, rank: int) -> None:
         torch.manual_seed(settings.seed)
-        self.net = Net(settings, hidden() if mode == "breaks" else TRACED)
+        collectives = hidden() if mode == "breaks" else TRACED
+        self.net = apart(Net, mode)(settings, apart(Layer, mode), collectives)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.forward: Callable[[Tensor], Tensor] = self.net
         if mode != "eager":
@@ -177,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(layers=chosen.layers, width=chosen.width, rounds=chosen.rounds)
     if chosen.quick:
         settings = dataclasses.replace(settings, layers=2, rounds=2, steps=1)
-    console = Console(width=130 if not sys.stdout.isatty() else None, highlight=False)
+    console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
     found: list[dict[str, Any]] = []
     try:
         run(settings, found.append, program="benchmarks.tracing")
@@ -196,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def show(found: dict[str, Any], settings: Settings, console: Console) -> None:
     table = Table(title=f"A step of {settings.layers} layers, {2 * settings.layers} collectives in forward, 2 ranks")
-    for heading in ("mode", "ms, median", "to breaks", "95 %", "CPU ms", "to breaks", "95 %", "weights differ by"):
+    for heading in ("mode", "ms", "to breaks", "95 %", "CPU ms", "to breaks", "95 %", "weights off"):
         table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
     for mode, title in TITLES.items():
         cells = []

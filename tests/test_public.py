@@ -21,7 +21,7 @@ import paceline.testing
 
 PACKAGES = [paceline, paceline.hooks, paceline.control, paceline.testing]
 # Modules that are public names of the package, in contrast to those that merely lie in it.
-PUBLIC_MODULES = {"errors", "hooks"}
+PUBLIC_MODULES = {"errors", "hooks", "tracing", "transport"}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

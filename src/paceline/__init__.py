@@ -13,17 +13,24 @@ The layout, in the order in which data flows:
 - ``module``: :class:`DistributedDataParallel`, which connects them; ``options``, ``outputs``, ``buffers``,
   ``join``, ``precision``: its parts; ``compat``, ``logging_data``, ``messages``: torch's names for them
 - ``hooks``: comm hooks; ``sync_batchnorm``
+- ``compiler``: compiled training, in which graphs report their gradients
+- ``tracing``: distributed objects and collectives inside ``torch.compile``
 - ``control``: agreement and news of failure between ranks, over the store
+- ``transport``: shared memory between the ranks of a host, as a backend of c10d
 - ``init``, ``launch``, ``cli``: starting ranks; ``testing``: a pool of live ranks
 - ``_torch``: every private torch name that is used
 """
 
-from paceline import errors, hooks
+from paceline import errors, hooks, tracing, transport
+from paceline.compiler import compile_module as compile
+from paceline.compiler import explain
 from paceline.init import init, shutdown
 from paceline.module import DDP, DistributedDataParallel
 from paceline.plan import BucketPlan
 from paceline.precision import MixedPrecision
 from paceline.sync_batchnorm import SyncBatchNorm
+
+transport.register()
 
 __version__ = "0.1.0"
 
@@ -33,8 +40,12 @@ __all__ = [
     "DistributedDataParallel",
     "MixedPrecision",
     "SyncBatchNorm",
+    "compile",
     "errors",
+    "explain",
     "hooks",
     "init",
     "shutdown",
+    "tracing",
+    "transport",
 ]

@@ -123,6 +123,20 @@ class Slot:
         self.param.grad = None
         return True
 
+    def absorb_early(self, grad: Tensor, scale: float, factor: Tensor | None = None) -> None:
+        """Add ``grad``, which autograd has not brought yet, to what is there."""
+        view = self.view
+        assert view is not None
+        if not self.filled:
+            self.absorb(scale, factor)
+        if self.filled:
+            view.add_(grad, alpha=scale)
+        elif scale == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale if factor is None else factor, out=view)
+        self.filled = True
+
     def hand_out(self, *, used: bool) -> None:
         """Give ``param.grad`` back: the reduced one if any rank used the parameter, else what it was."""
         param, view = self.param, self.view

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from paceline import _torch
 from paceline.bucket import Slot
 
 # Bounds the memory of gradients that are ready and not yet in their buckets.
@@ -73,6 +74,7 @@ class Inbox:
         """What autograd calls when the slot's gradient is ready."""
         slots, append = self._slots, self._slots.append
 
+        @_torch.unseen_by_compiler
         def grad_ready(param: Tensor) -> None:
             if not slot.owned:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.profiler import record_function
 
-from paceline import _torch, hooks, ownership
+from paceline import _torch, compiler, hooks, ownership
 from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
 from paceline.compat import TorchNames, TorchReducer, register_as_torch_s_class
 from paceline.control import OPTION, Channel
@@ -32,7 +32,14 @@ from paceline.options import (
     check_mixed_precision,
     choose_group,
 )
-from paceline.outputs import find_tensors, first_param_node, move_to_device, tie_to_graph, unreachable_params
+from paceline.outputs import (
+    find_tensors,
+    first_param_node,
+    move_to_device,
+    needs_grad,
+    tie_to_graph,
+    unreachable_params,
+)
 from paceline.plan import MB, BucketPlan
 from paceline.precision import Swap
 from paceline.reducer import Reducer
@@ -172,7 +179,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         def reread() -> Roster:
             ddp = module_ref()
             assert ddp is not None
-            return ddp._read_roster()
+            newer = ddp._read_roster()
+            if [id(param) for param in newer.params] != [id(param) for param in ddp._reducer.roster.params]:
+                # Graphs that were compiled for the old ones report to those.
+                ddp._mark.renew()
+            return newer
 
         options = ReducerOptions(
             caps_bytes=None if self.caps.is_default else self.caps.caps_bytes,
@@ -196,6 +207,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._swap: Swap | None = None
         # Made on first use: a tensor kept for every wrapper would be one too many for most.
         self._anchor: Tensor | None = None
+        self._mark = compiler.Mark(self)
+        self._inside = compiler.Inside(self._mark)
+        self._inside.listen(self.module, owner=self._reducer)
+        self._outer: list[DistributedDataParallel | None] = []
         ownership.enter(self._reducer)
 
     def _option_rows(self) -> list[list[Any]]:
@@ -233,9 +248,37 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- forward -------------------------------------------------------------------------------------
 
-    # The compiler enters the module, not this bookkeeping around it.
-    @_torch.skipped_by_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if torch.compiler.is_exporting():
+                return self.module(*inputs, **kwargs)
+            if self._swap is None:
+                return self._traced_forward(*inputs, **kwargs)
+        return self._plain_forward(*inputs, **kwargs)
+
+    def _traced_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the compiler makes a graph of: the module's forward between marks, see :mod:`paceline.compiler`.
+
+        Nothing is read here that changes from step to step: each would be a reason to compile anew.
+        """
+        compiler.catch(self._mark)
+        compiler.enter(self._mark.key)
+        if self.placement.device_ids:
+            inputs = move_to_device(inputs, self.placement.device)
+            kwargs = move_to_device(kwargs, self.placement.device)
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self.module.training and not needs_grad(output):
+            # No parameter is used on this rank, yet a backward of the output must be noticed.
+            for name, param in self.module.named_parameters():
+                if param.requires_grad and name not in self.parameters_to_ignore:
+                    output = tie_to_graph(output, param, lambda tensor: True, tie=compiler.tie)
+                    break
+        compiler.leave(self._mark.key)
+        return output
+
+    # Where the compiler cannot make a graph of it, it enters the module, and not the bookkeeping around it.
+    @_torch.skipped_by_compiler
+    def _plain_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with record_function("DistributedDataParallel.forward"):
             try:
                 inputs, kwargs = self.pre_forward(*inputs, **kwargs)
@@ -244,6 +287,30 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             except Exception as error:
                 self._note_failure(error)
                 raise
+
+    def enter_graph(self) -> None:
+        """A compiled graph is about to run in which this wrapper's forward begins."""
+        self.pre_forward()
+        self._outer.append(DistributedDataParallel._active_ddp_module)
+        DistributedDataParallel._active_ddp_module = self
+
+    def leave_graph(self, outputs: Sequence[Tensor]) -> None:
+        """A compiled graph has run in which this wrapper's forward ended."""
+        self._leave_outer()
+        if self._runs_buffer_hook(BufferHookLocation.POST_FORWARD):
+            self._run_buffer_hook()
+        self._reducer.telemetry.current.forward_end_ns = now_ns()
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled() and self._reducer.active:
+            self._notice([(tensor, probe) for tensor, probe in self._probe(outputs) if probe is not None])
+
+    def graph_failed(self, error: Exception) -> None:
+        self._leave_outer()
+        self._note_failure(error)
+
+    def _leave_outer(self) -> None:
+        if self._outer:
+            DistributedDataParallel._active_ddp_module = self._outer.pop()
 
     def _note_failure(self, error: Exception) -> None:
         self._last_error = str(error)
@@ -272,7 +339,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def run_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self.inside_forward():
-            return self.module(*inputs, **kwargs)
+            return self._inside.call(self.module)(*inputs, **kwargs)
 
     @_torch.hidden_from_compiler
     def post_forward(self, output: Any) -> Any:
@@ -294,6 +361,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 anchor = self._anchor_tensor()
                 output = tie_to_graph(output, anchor, lambda tensor: not leads or id(tensor) in stray)
                 probes = self._probe(output)
+        self._notice(probes)
+        return output
+
+    def _notice(self, probes: list[tuple[Tensor, Node | None]]) -> None:
+        """See to it that a backward of these outputs is noticed, and what it will not reach."""
+        reducer = self._reducer
         token = ForwardToken()
         for tensor, probe in probes:
             if tensor.grad_fn is not None and probe is not None:
@@ -302,7 +375,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.find_unused_parameters and not self.static_graph and self.require_backward_grad_sync:
             with record_function("search_unused_parameters"):
                 reducer.expect_unused(unreachable_params([tensor for tensor, _ in probes], reducer.roster.params))
-        return output
 
     def _probe(self, output: Any) -> list[tuple[Tensor, Node | None]]:
         """The tensors of ``output`` that a backward can start from, each with a leaf by which to know it."""
@@ -559,7 +631,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 "own. Copy its module and wrap that."
             )
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_buffer_sync", "_swap", "_anchor", "logger"):
+        for name in ("process_group", "_reducer", "_buffer_sync", "_swap", "_anchor", "_mark", "_inside", "logger"):
             state.pop(name, None)
         return state
 
@@ -577,6 +649,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 def _backward_notice(ref: weakref.ref[Reducer], token: ForwardToken, probe: Node) -> Callable[[Any], None]:
     """A hook for an output's node, which keeps ``token`` alive: a backward that would reach ``probe`` has begun."""
 
+    @_torch.unseen_by_compiler
     def noticed(grads: Any) -> None:
         reducer = ref()
         if reducer is not None:

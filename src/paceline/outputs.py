@@ -52,6 +52,17 @@ def _children(item: Any) -> list[Any]:
     return attributes
 
 
+def needs_grad(value: Any) -> bool:
+    """Whether a backward can start from a tensor in these containers; taken for granted of anything unknown."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return any(needs_grad(item) for item in value)
+    if isinstance(value, dict):
+        return any(needs_grad(item) for item in value.values())
+    return not isinstance(value, _LEAVES)
+
+
 def _leaves(outputs: Iterable[Tensor]) -> Iterator[tuple[Node, Tensor]]:
     """(node, tensor) of the leaves that the autograd graph of ``outputs`` leads to."""
     seen: set[Node] = set()
@@ -99,29 +110,37 @@ class _Anchor(torch.autograd.Function):
         return grad, None
 
 
-def tie_to_graph(value: Any, anchor: Tensor, chosen: Callable[[Tensor], bool]) -> Any:
+def tie(tensor: Tensor, anchor: Tensor) -> Tensor:
+    """``tensor`` made part of the autograd graph, with ``anchor`` as its leaf."""
+    tied: Tensor = _Anchor.apply(tensor, anchor)
+    return tied
+
+
+def tie_to_graph(
+    value: Any, anchor: Tensor, chosen: Callable[[Tensor], bool], *, tie: Callable[[Tensor, Tensor], Tensor] = tie
+) -> Any:
     """``value`` with its ``chosen`` floating-point tensors made part of the autograd graph.
 
     Containers and dataclasses that hold one are copied; other objects of the user's are left alone.
     """
     if isinstance(value, Tensor):
         floating = value.is_floating_point() or value.is_complex()
-        return _Anchor.apply(value, anchor) if floating and chosen(value) else value
+        return tie(value, anchor) if floating and chosen(value) else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(tie_to_graph(item, anchor, chosen) for item in value))
+        return type(value)(*(tie_to_graph(item, anchor, chosen, tie=tie) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(tie_to_graph(item, anchor, chosen) for item in value)
+        return type(value)(tie_to_graph(item, anchor, chosen, tie=tie) for item in value)
     if isinstance(value, dict):
         # A copy of its own kind, filled again: some kinds of dictionary have attributes beside their items.
         copied = copy.copy(value)
         for key, item in value.items():
-            copied[key] = tie_to_graph(item, anchor, chosen)
+            copied[key] = tie_to_graph(item, anchor, chosen, tie=tie)
         return copied
     if is_dataclass(value) and not isinstance(value, type):
         twin: Any = copy.copy(value)
         for field in fields(value):
             if hasattr(value, field.name):
-                tied = tie_to_graph(getattr(value, field.name), anchor, chosen)
+                tied = tie_to_graph(getattr(value, field.name), anchor, chosen, tie=tie)
                 object.__setattr__(twin, field.name, tied)
         return twin
     return value

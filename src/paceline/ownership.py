@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 
 from paceline.reducer import Reducer
 
@@ -21,6 +22,11 @@ def enter(reducer: Reducer) -> None:
     _live[next(_numbers)] = reducer
     take_over(reducer)
     weakref.finalize(reducer, _give_back).atexit = False
+
+
+def live() -> Sequence[Reducer]:
+    """The reducers of all wrappers that there are, by order of creation."""
+    return list(_live.values())
 
 
 def take_over(reducer: Reducer) -> None:

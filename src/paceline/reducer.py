@@ -9,6 +9,13 @@ checkpointing that is used twice: two times; an unused parameter: never). A buck
 gradients has come that often. A contribution that comes after that is kept aside; the last bucket's status
 tells everybody, and those buckets travel a second time with only what was late. Summing is linear, so the
 result is right; and from then on the bucket waits for that contribution.
+
+[Note: early gradients]
+A compiled backward is one node to autograd, which hands out all of its gradients when it has ended. So the graph
+itself reports gradients as soon as they exist (``paceline.compiler``), and they are absorbed then. Autograd brings
+them once more, at the end: what was reported is known by its memory, and dropped. It is a notice, not a promise: in
+a backward without synchronisation, with ``create_graph=True``, for a parameter with hooks of the user's, the notice
+is ignored and what autograd brings counts.
 """
 
 from __future__ import annotations
@@ -147,6 +154,9 @@ class Reducer:
 
     def reduces(self, param: Tensor) -> bool:
         return id(param) in self._slots_by_id
+
+    def name_of(self, param: Tensor) -> str:
+        return self._slots_by_id[id(param)].name
 
     @property
     def active(self) -> bool:
@@ -362,6 +372,8 @@ class Reducer:
         # The hottest code there is: it sees each of a thousand small parameters in every step.
         step = self._step
         slots = self._inbox.take()
+        if step.early:
+            slots = [slot for slot in slots if slot.place not in step.early or self._has_rest(slot)]
         if not step.syncing:
             self._settle(slots)
             return
@@ -391,6 +403,90 @@ class Reducer:
             absorb_together(together, used)
         if complete:
             self._launch_complete()
+
+    # -- gradients of a compiled backward ------------------------------------------------------------
+
+    def takes_early(self, param: Tensor) -> bool:
+        """Whether a compiled backward should report ``param``'s gradient as soon as it exists."""
+        slot = self._slots_by_id.get(id(param))
+        if slot is None or slot.param is not param or not slot.owned or slot.bucket < 0 or not self.active:
+            return False
+        return not self._layout.buckets[slot.bucket].spec.sparse
+
+    def gradients_early(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """[Note: early gradients]: a compiled backward has made these (parameter, gradient)."""
+        if not _torch.reaches_everything():
+            # autograd.grad(), or backward(inputs=...): not all that is computed is accumulated.
+            pairs = [pair for pair in pairs if _torch.will_execute(_torch.accumulate_grad_node(pair[0]))]
+        slots = self._slots_by_id
+        come = [(slots[id(param)], grad) for param, grad in pairs if id(param) in slots]
+        if not come:
+            return
+        try:
+            if self.phase is not Phase.BACKWARD:
+                self._start_backward()
+            step = self._step
+            if step.syncing and not step.create_graph:
+                # In the order in which they came, should autograd have brought others in between.
+                self._take_in()
+                with torch.no_grad():
+                    self._take_early(come)
+                self._launch_complete()
+        except BaseException as error:
+            self._tell_others(error)
+            raise
+
+    def _take_early(self, come: list[tuple[Slot, Tensor]]) -> None:
+        step, used = self._step, self.ledger.used
+        views: list[Tensor] = []
+        grads: list[Tensor] = []
+        for slot, grad in come:
+            place, number = slot.place, slot.bucket
+            if not slot.owned or slot.view is None or _torch.has_tensor_hooks(slot.param):
+                # Not ours, in no dense bucket, or a hook is to see it first: autograd will bring it.
+                continue
+            # Not the tensor itself: autograd has to be able to make it param.grad without a copy.
+            held = grad.detach()
+            step.early.setdefault(place, []).append(held)
+            step.fires[place] += 1
+            used[place] = 1.0
+            if number < step.next_bucket:
+                slot.late = held if slot.late is None else slot.late + held
+                step.late.add(number)
+                continue
+            if slot.deferred and not slot.filled and slot.param.grad is None:
+                views.append(slot.view)
+                grads.append(grad)
+                slot.filled = True
+            elif slot.deferred:
+                slot.absorb_early(grad, 1.0)
+            else:
+                slot.absorb_early(grad, step.scale, step.factor)
+            if step.observing:
+                step.order.append(place)
+            step.left[place] -= 1
+            if step.left[place] == 0:
+                step.bucket_left[number] -= 1
+        if views:
+            _torch.copy_each(views, grads)
+
+    def _has_rest(self, slot: Slot) -> bool:
+        """Autograd brings what was reported early; whether it brings something else with it, which stays."""
+        reported = self._step.early.pop(slot.place)
+        grad = slot.param.grad
+        if grad is None:
+            return False
+        with torch.no_grad():
+            if len(reported) > 1 or grad.data_ptr() != reported[0].data_ptr():
+                # Autograd has added something up: it did so in new memory, as what was reported is held here.
+                known = reported[0]
+                for other in reported[1:]:
+                    known = known + other
+                if not torch.equal(grad, known):
+                    slot.param.grad = grad - known
+                    return True
+            slot.param.grad = None
+            return False
 
     def _out_of_turn(self, slot: Slot) -> None:
         """A gradient that belongs to another wrapper, to no bucket, or to one that has left."""
@@ -430,8 +526,9 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         step, times = self._step, self.telemetry.current
+        times.launches_ns.append(now_ns())
         if not times.comm_start_ns:
-            times.comm_start_ns = now_ns()
+            times.comm_start_ns = times.launches_ns[0]
         step.next_bucket = bucket.spec.index + 1
         is_last = bucket is self._layout.buckets[-1]
         with torch.no_grad():

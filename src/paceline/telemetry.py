@@ -20,6 +20,8 @@ class StepTimes:
     """The last gradient was ready."""
     comm_start_ns: int = 0
     comm_end_ns: int = 0
+    launches_ns: list[int] = field(default_factory=list)
+    """When each bucket left, by the order in which they did."""
 
     @property
     def forward_compute_ns(self) -> int:

@@ -30,11 +30,13 @@ class BackwardWatch:
         """Watch the backward that runs now; must be called from inside it."""
         _torch.queue_callback(self)
 
+    @_torch.unseen_by_compiler
     def __call__(self) -> None:
         outer = _torch.current_node()
         if outer is not None:
             # This backward ran inside a node of another one (reentrant checkpointing): wait for that one.
             # The node's own hook runs in the outer backward, where the engine takes our callback.
+            @_torch.unseen_by_compiler
             def requeue(*_: object) -> None:
                 handle.remove()
                 _torch.queue_callback(self)
@@ -47,6 +49,7 @@ class BackwardWatch:
             watcher.end_backward()
 
 
+@_torch.unseen_by_compiler
 def _interrupted(ref: weakref.ref[Watcher]) -> None:
     watcher = ref()
     if watcher is not None:

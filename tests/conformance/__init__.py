@@ -13,4 +13,6 @@ test is edited. From outside we change only what a machine without GPUs needs:
     ranks       forks the ranks of one test from this process, collects what happened, ends what hangs
     known       the differences we accept, each with its reason
     report      the table, the summary line, the exit code
+    collectives the other suite (--suite collectives): all tests that do not use DistributedDataParallel and are
+                written for the CPU, over gloo and over shm, with the table for docs/
 """

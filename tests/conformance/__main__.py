@@ -1,4 +1,4 @@
-"""Run torch's DDP tests with torch's class and with ours; print both columns."""
+"""Run torch's own tests in two columns: DDP with torch's class and ours, or collectives over gloo and over shm."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     """Both columns, the table, the exit code."""
     options = _parse(argv)
     _set_environment()
+    if options.suite == "collectives":
+        from . import collectives
+
+        return collectives.main(
+            only=options.only, timeout_s=options.timeout, verbose=options.verbose, cached=options.cached_stock
+        )
     console = Console(width=None if sys.stdout.isatty() else 200)
     tests = _select(options.only)
     if not tests:
@@ -57,6 +63,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument(
+        "--suite",
+        choices=("ddp", "collectives"),
+        default="ddp",
+        help="ddp: torch's class and ours (default); collectives: gloo and shm (writes docs/transport-conformance.md)",
+    )
     parser.add_argument("--only", metavar="PATTERN", help="tests whose name contains or matches PATTERN")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--ours-only", action="store_true", help="do not measure the column of torch's class")

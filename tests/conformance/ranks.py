@@ -51,6 +51,16 @@ class Outcome:
     """By rank, for those that failed."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a forked rank finds itself."""
+
+    rank: int
+    suite: ModuleType
+    scratch: str
+    backend: str
+
+
 class _Rank:
     """The parent's end of one forked rank."""
 
@@ -97,7 +107,7 @@ class _Rank:
         os.close(self.go)
 
 
-def run_test(test: Selected, *, suite: ModuleType, log_dir: Path, timeout_s: float) -> Outcome:
+def run_test(test: Selected, *, suite: ModuleType, log_dir: Path, timeout_s: float, backend: str = "gloo") -> Outcome:
     """Fork the ranks `test` needs, run it, and say how it went. A rank's output goes to `log_dir`."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
@@ -105,7 +115,8 @@ def run_test(test: Selected, *, suite: ModuleType, log_dir: Path, timeout_s: flo
             (Path(scratch) / name).mkdir()
 
         def run(rank: int, results: int, go: int) -> None:
-            _rank_main(test, rank=rank, suite=suite, scratch=scratch, log_dir=log_dir, results=results, go=go)
+            place = Place(rank=rank, suite=suite, scratch=scratch, backend=backend)
+            _rank_main(test, place, log_dir=log_dir, results=results, go=go)
 
         ranks = [_Rank(rank=rank, run=run) for rank in range(test.ranks)]
         try:
@@ -170,12 +181,10 @@ def _judge(messages: Messages, *, seconds: float) -> Outcome:
     return Outcome("pass", "", seconds)
 
 
-def _rank_main(
-    test: Selected, *, rank: int, suite: ModuleType, scratch: str, log_dir: Path, results: int, go: int
-) -> None:
+def _rank_main(test: Selected, place: Place, *, log_dir: Path, results: int, go: int) -> None:
     """What a forked rank does: run the test, report, wait for the others, leave the group."""
     os.setpgid(0, 0)
-    log = os.open(log_dir / f"{test.name}.rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(log_dir / f"{test.name}.rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(file=log)
@@ -188,12 +197,15 @@ def _rank_main(
 
     dist = importlib.import_module("torch.distributed")
     try:
-        case = _start(test, rank=rank, suite=suite, scratch=scratch)
+        case = _start(test, place)
         getattr(case, test.name)()
     except unittest.SkipTest as skip:
         report({"status": "skip", "reason": str(skip)})
         return
     except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in test.skips:
+            report({"status": "skip", "reason": test.skips[error.code]})
+            return
         trace = traceback.format_exc()
         print(trace, file=sys.stderr)
         report({"status": "fail", "reason": essence(error), "traceback": trace})
@@ -211,22 +223,23 @@ def _rank_main(
     report({"status": "pass"})
 
 
-def _start(test: Selected, *, rank: int, suite: ModuleType, scratch: str) -> Any:
-    """Join the test's process group and make the test case that runs as `rank`."""
-    os.environ.update(TEMP_DIR=scratch, WORLD_SIZE=str(test.ranks), RANK=str(rank))
-    tempfile.tempdir = scratch
+def _start(test: Selected, place: Place) -> Any:
+    """Join the test's process group and make the test case that runs as `place.rank`."""
+    suite = place.suite
+    os.environ.update(TEMP_DIR=place.scratch, WORLD_SIZE=str(test.ranks), RANK=str(place.rank))
+    tempfile.tempdir = place.scratch
     dist = importlib.import_module("torch.distributed")
     timeouts = suite.CUSTOM_PG_TIMEOUT
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{scratch}/group",
+        place.backend,
+        init_method=f"file://{place.scratch}/group",
         world_size=test.ranks,
-        rank=rank,
+        rank=place.rank,
         timeout=timedelta(seconds=min(timeouts.get(test.name, GROUP_TIMEOUT_S), GROUP_TIMEOUT_S)),
     )
     case_class = type("Case", (suite.TestDistBackend, suite.DistributedTest._DistTestBase), {})
     case = case_class(test.name)
-    case.rank = rank
+    case.rank = place.rank
     importlib.import_module("torch.testing._internal.common_utils").set_rng_seed()
     dist.barrier()
     return case

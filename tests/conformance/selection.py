@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 SUITE = "torch.testing._internal.distributed.distributed_test"
@@ -20,6 +21,8 @@ class Selected:
     name: str
     ranks: int
     """How many ranks it needs: two, unless its decorators ask for more."""
+    skips: Mapping[int, str] = field(default_factory=dict)
+    """Exit codes with which the test itself says that it is not for this machine, and what each says."""
 
 
 def select_tests(source: Path) -> list[Selected]:

@@ -20,9 +20,11 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -180,15 +182,40 @@ class Loss:
     seconds: float
 
 
-def heard_of(call: Callable[[], Any]) -> Loss | None:
-    """Make ``call`` and then meet the others; what came of it if that failed."""
+class Obituary:
+    """When a rank died, as the system has it: what a survivor's seconds are counted from."""
+
+    def __init__(self, victim: int) -> None:
+        """A collective: the ranks tell each other their process numbers."""
+        pids = [0] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        self.at: float | None = None
+        self._watch: threading.Thread | None = None
+        if dist.get_rank() != victim:
+            self._watch = threading.Thread(target=self._wait, args=(os.pidfd_open(pids[victim]),), daemon=True)
+            self._watch.start()
+
+    def _wait(self, descriptor: int) -> None:
+        # Readable when the process has ended.
+        select.select([descriptor], [], [])
+        self.at = time.monotonic()
+        os.close(descriptor)
+
+
+def heard_of(call: Callable[[], Any], obituary: Obituary | None = None) -> Loss | None:
+    """Make ``call`` and then meet the others; what came of it if that failed.
+
+    The seconds are counted from the death, if ``obituary`` has it, else from the call.
+    """
     started = time.monotonic()
     try:
         call()
         # Who dies after its last word in a collective has done its part of it: the next one finds out.
         dist.barrier()
     except Exception as error:
-        return Loss(type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - started)
+        heard = time.monotonic()
+        since = started if obituary is None or obituary.at is None else max(started, obituary.at)
+        return Loss(type(error).__name__, getattr(error, "rank", None), str(error), heard - since)
     return None
 
 

@@ -19,7 +19,7 @@ from paceline.testing import RankError
 
 from . import killing
 from .conformance import SHM
-from .killing import CALLS, LARGE, NOTICED_WITHIN_S, PHASES, SMALL, Loss, die_at, heard_of
+from .killing import CALLS, LARGE, NOTICED_WITHIN_S, PHASES, SMALL, Loss, Obituary, die_at, heard_of
 from .requirements import needs_shm
 
 STOP_TIMEOUT_S = 1.5
@@ -73,10 +73,11 @@ def _check(losses: dict[int, Loss], *, victim: int, world_size: int) -> None:
 
 def _dies_in(rank, world_size, victim, call, phase, count):
     CALLS[call]()
+    obituary = Obituary(victim)
     dist.barrier()
     if rank == victim:
         die_at(phase, count=count)
-    loss = heard_of(CALLS[call])
+    loss = heard_of(CALLS[call], obituary)
     if rank == victim:
         raise AssertionError(f"{call} does not reach {phase} ({count} times)")
     return loss

@@ -44,7 +44,7 @@ def test_arithmetic(run: RankRunner, program: Callable[..., None]) -> None:
     values(run(2, program))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("program", [programs.exchanges, programs.reduce_exchanges, programs.reduces_in_arenas])
 def test_other_collectives(run: RankRunner, program: Callable[..., None], size: int) -> None:
     values(run(size, program))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 
 from paceline.errors import StateError
 
 # PL_ABI of csrc/pl.h; a library left over from another version is not called.
-ABI = 2
+ABI = 3
+
+_MODULE = "paceline.transport._kernel"
 
 
 def library() -> ctypes.CDLL:
@@ -20,6 +24,14 @@ def library() -> ctypes.CDLL:
     if isinstance(loaded, str):
         raise StateError(f"the shared-memory transport cannot be used: {loaded}")
     return loaded
+
+
+def quick_all_reduce() -> Callable[[int, int, int, int, int, float], int | None]:
+    """The one function that is called without ``ctypes``: see ``csrc/module.c``."""
+    library()  # says what is missing, if anything is
+    function: Callable[[int, int, int, int, int, float], int | None]
+    function = importlib.import_module(_MODULE).all_reduce
+    return function
 
 
 def why_not() -> str | None:
@@ -33,11 +45,11 @@ def _load() -> ctypes.CDLL | str:
     """The loaded kernel, or why there is none."""
     if not sys.platform.startswith("linux"):
         return f"the shared-memory transport is written for Linux, and this is {sys.platform}"
-    spec = importlib.util.find_spec("paceline.transport._kernel")
+    spec = importlib.util.find_spec(_MODULE)
     if spec is None or spec.origin is None:
         return (
-            "its C kernel was not compiled when paceline was installed; install a C compiler (gcc) and "
-            "reinstall paceline"
+            "its C kernel was not compiled when paceline was installed; install a C compiler (gcc) and Python's "
+            "headers (python3-dev) and reinstall paceline"
         )
     try:
         library = ctypes.CDLL(spec.origin)

@@ -24,6 +24,7 @@ from paceline.transport.work import ENDED, ShmWork
 _AllreduceOptions = c10d.AllreduceOptions
 _STRIDED = torch.strided
 _TENSORS = (Tensor, Parameter)
+_COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Reductions(Launcher):
@@ -45,15 +46,21 @@ class Reductions(Launcher):
             or type(tensor) not in _TENSORS
             or tensor.layout is not _STRIDED
             or not tensor.is_cpu
-            or not is_plain(tensor)
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or ((dtype := tensor.dtype) in _COMPLEX and tensor.is_conj())
         ):
             return self._all_reduce_any([tensor], reduce_op, opts)
-        code = KERNEL_CODES[reduce_op].get(tensor.dtype)
+        code = KERNEL_CODES[reduce_op].get(dtype)
         if code is None:
-            raise checks.refuse_reduction(tensor.dtype, reduce_op)
+            raise checks.refuse_reduction(dtype, reduce_op)
         self._sequence += 1
+        # Options that nobody gave a time-out have a negative one.
+        timeout_s = self._timeout_s if opts.timeout.days < 0 else self._limit_s(opts)
         at = tensor.data_ptr()
-        inline = not opts.asyncOp
+        if not opts.asyncOp:
+            self.channel.all_reduce_here(at, tensor.numel(), code, reduce_op, timeout_s)
+            return ENDED
         job = self.channel.all_reduce(
             at,
             at,
@@ -61,13 +68,10 @@ class Reductions(Launcher):
             code,
             reduce_op,  # type: ignore[arg-type]  # the numbers are the same
             scale=None,
-            timeout_s=self._timeout_s if opts.timeout.days < 0 else self._limit_s(opts),
-            inline=inline,
+            timeout_s=timeout_s,
+            inline=False,
             keep=tensor,
         )
-        if inline:
-            job.wait()
-            return ENDED
         return ShmWork((job,), [tensor], herald=self._herald)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:

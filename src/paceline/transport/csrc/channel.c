@@ -81,6 +81,27 @@ static const char *take_life_lock(pl_channel *ch) {
     return errno == EACCES || errno == EAGAIN ? "another process has this rank" : "its file cannot be locked";
 }
 
+static void add_cpus(pl_header *h) {
+    cpu_set_t cpus;
+    if (sched_getaffinity(0, sizeof cpus, &cpus) != 0) return;
+    for (int c = 0; c < PL_CPU_WORDS * 64 && c < CPU_SETSIZE; c++)
+        if (CPU_ISSET(c, &cpus))
+            atomic_fetch_or_explicit(&h->cpus[c / 64], UINT64_C(1) << c % 64, memory_order_relaxed);
+}
+
+/* Spinning pays only while the rank that is waited for runs on another CPU. Ranks that are bound to one CPU each have
+ * as many as there are ranks, so it is the CPUs of all that count. Until all have joined, nobody spins. */
+void pl_settle_spin(pl_channel *ch) {
+    int n = 0;
+    if (atomic_load_explicit(&ch->has_spin, memory_order_relaxed)) return;
+    for (int r = 0; r < ch->size; r++)
+        if (atomic_load_explicit(&pl_slot_of(ch, r)->state, memory_order_acquire) == PL_ABSENT) return;
+    for (int w = 0; w < PL_CPU_WORDS; w++)
+        n += __builtin_popcountll(atomic_load_explicit(&ch->header->cpus[w], memory_order_relaxed));
+    if (n >= ch->size) pl_set_spin(ch, 100e-6, 20e-6);
+    else pl_set_spin(ch, 0, 0);
+}
+
 static const char *join(pl_channel *ch) {
     const char *refused;
     pthread_mutex_lock(&open_lock);
@@ -88,18 +109,11 @@ static const char *join(pl_channel *ch) {
     if (!refused) {
         ch->next_open = open_channels;
         open_channels = ch;
+        add_cpus(ch->header);
         atomic_store_explicit(&pl_slot_of(ch, ch->rank)->state, PL_JOINED, memory_order_release);
     }
     pthread_mutex_unlock(&open_lock);
     return refused;
-}
-
-/* Spinning pays only while the rank that is waited for runs on another CPU. */
-static void choose_spin(pl_channel *ch) {
-    cpu_set_t cpus;
-    int n = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
-    atomic_init(&ch->inline_spin_ns, n >= ch->size ? 100000 : 0);
-    atomic_init(&ch->worker_spin_ns, n >= ch->size ? 20000 : 0);
 }
 
 static pl_channel *new_channel(void *base, int fd, int rank, int size, const int *names) {
@@ -116,7 +130,6 @@ static pl_channel *new_channel(void *base, int fd, int rank, int size, const int
     ch->spin_ns = INT64_MAX;
     for (int r = 0; r < size; r++) ch->names[r] = names ? names[r] : r;
     atomic_init(&ch->references, 1);
-    choose_spin(ch);
     pl_queue_init(&ch->queue);
     pthread_mutex_init(&ch->arena_lock, NULL);
     pthread_cond_init(&ch->arena_free, NULL);
@@ -203,6 +216,7 @@ void pl_poison(pl_channel *ch, const char *cause) {
 }
 
 void pl_set_spin(pl_channel *ch, double inline_s, double worker_s) {
+    atomic_store(&ch->has_spin, 1);
     atomic_store(&ch->inline_spin_ns, (int64_t)(inline_s * 1e9));
     atomic_store(&ch->worker_spin_ns, (int64_t)(worker_s * 1e9));
 }

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "copy.h"
 #include "layout.h"
 #include "pl.h"
 
@@ -72,12 +73,15 @@ struct pl_channel {
     int fork_generation;
     int names[PL_MAX_RANKS];
     atomic_int has_poisoned;
+    atomic_int has_spin; /* the next two are for good */
     _Atomic int64_t inline_spin_ns, worker_spin_ns;
 
     pl_queue queue;
-    /* These two belong to who has the turn. */
+    /* These belong to who has the turn. */
     uint64_t round; /* the round being written */
     int64_t spin_ns; /* how long the next wait spins: as long as spinning has been worth it lately */
+    pl_habit habits[PL_FORM_SEND][PL_HABITS]; /* how to copy to staging, by form */
+    pl_copying copying;
     uint64_t half_bytes;
 
     pthread_mutex_t arena_lock;
@@ -150,6 +154,8 @@ void pl_post_close(pl_channel *ch);
 void pl_post_free(pl_channel *ch);
 int pl_post_wait(pl_job *job, double timeout_s);
 
+/* Once every rank has joined: how long are waits worth spinning? */
+void pl_settle_spin(pl_channel *ch);
 int pl_is_forked(const pl_channel *ch);
 void pl_channel_release(pl_channel *ch);
 /* The arena that holds the bytes, pinned, or NULL. */

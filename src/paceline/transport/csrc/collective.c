@@ -174,8 +174,9 @@ static void stage_inputs(const pl_chunks *s, uint64_t c) {
     unsigned char *half = spot(s->ch, s->ch->rank, s->ch->round, s->need);
     for (int d = 0; d < s->ch->size; d++)
         if (d != s->ch->rank)
-            memcpy(half + (uint64_t)d * s->piece * item, src + (uint64_t)d * share * item,
-                   part_of(chunk, (uint64_t)d, share) * item);
+            pl_copy(half + (uint64_t)d * s->piece * item, src + (uint64_t)d * share * item,
+                    part_of(chunk, (uint64_t)d, share) * item, s->ch->copying.past);
+    pl_copy_flush(s->ch->copying.past);
     pl_fault(PL_AT_STAGED);
 }
 
@@ -189,6 +190,7 @@ static void reduce_share(const pl_chunks *s, uint64_t c) {
     unsigned char *next = spot(s->ch, s->ch->rank, s->ch->round + 1, s->need);
     void *outs[2] = {s->job->dst + at, next + me * s->piece * item};
     pl_fold_run(s->fold, outs, 2, ins, s->ch->size, part_of(chunk, me, share));
+    pl_copy_flush(s->fold->past);
     pl_fault(PL_AT_REDUCED);
 }
 
@@ -236,7 +238,9 @@ static int all_reduce_large(pl_channel *ch, pl_job *job, const pl_fold *fold, pl
     post(ch, d);
     /* Only a rank that knows already that it will come to staging begins with it. */
     if (!arena) stage_inputs(&staged, 0);
+    pl_copying_pause(&ch->copying);
     if (!pl_pass(ch, job)) return 0;
+    pl_copying_resume(&ch->copying);
     if (!agreed(ch, job)) {
         ch->round++;
         return 0;
@@ -253,13 +257,16 @@ static int all_reduce_large(pl_channel *ch, pl_job *job, const pl_fold *fold, pl
 }
 
 static int all_reduce(pl_channel *ch, pl_job *job) {
-    const pl_fold fold = {
-        .dtype = job->dtype, .op = job->op, .item_bytes = pl_item_bytes(job->dtype), .scale = job->scale};
+    pl_fold fold = {.dtype = job->dtype, .op = job->op, .item_bytes = pl_item_bytes(job->dtype), .scale = job->scale};
     const uint64_t nbytes = job->count * fold.item_bytes;
     pl_descriptor d = pl_descriptor_of(job);
     if (nbytes <= SMALL_BYTES) return all_reduce_small(ch, job, &fold, &d);
     pl_arena *arena = pl_arena_pin(ch, job->dst, nbytes);
+    /* In an arena nothing is copied, or it is not known yet that something will be. */
+    ch->copying = pl_copying_start(ch->habits[PL_FORM_ALL_REDUCE], arena ? 0 : nbytes);
+    fold.past = ch->copying.past;
     int ok = all_reduce_large(ch, job, &fold, &d, arena);
+    if (ok) pl_copying_end(&ch->copying);
     if (arena) pl_arena_unpin(ch, arena);
     return ok;
 }
@@ -302,11 +309,13 @@ static unsigned char *piece_at(const pl_channel *ch, const pl_job *job, int s, i
 }
 
 static void stage_pieces(pl_channel *ch, const pl_job *job, uint64_t k, uint64_t piece) {
+    const int past = ch->copying.past;
     for (int d = 0; d < ch->size; d++) {
         if (d == ch->rank || (job->same && d != (ch->rank + 1) % ch->size)) continue;
         const uint64_t from = job->same ? 0 : (uint64_t)d, all = job->send_sizes[from], n = part_of(all, k, piece);
-        if (n) memcpy(piece_at(ch, job, ch->rank, d, all, piece), (const char *)job->sends[from] + k * piece, n);
+        if (n) pl_copy(piece_at(ch, job, ch->rank, d, all, piece), (const char *)job->sends[from] + k * piece, n, past);
     }
+    pl_copy_flush(past);
     pl_fault(PL_AT_STAGED);
 }
 
@@ -319,18 +328,29 @@ static void collect_pieces(pl_channel *ch, const pl_job *job, uint64_t k, uint64
     pl_fault(PL_AT_COPIED);
 }
 
+/* Bytes, or elements, that this rank stages for others. */
+static uint64_t sent(const pl_channel *ch, const pl_job *job) {
+    uint64_t all = 0;
+    if (job->same) return job->send_sizes[0];
+    for (int d = 0; d < ch->size; d++) all += d == ch->rank ? 0 : job->send_sizes[d];
+    return all;
+}
+
 static int exchange(pl_channel *ch, pl_job *job) {
     const uint64_t pieces = job->same || ch->size < 2 ? 1 : (uint64_t)ch->size - 1;
     const uint64_t piece = ch->half_bytes / pieces / GRAIN_BYTES * GRAIN_BYTES;
     const int me = ch->rank;
     pl_descriptor d = pl_descriptor_of(job);
     uint64_t rounds = 1;
+    ch->copying = pl_copying_start(ch->habits[PL_FORM_EXCHANGE], sent(ch, job));
     post(ch, &d);
     post_tables(ch, job);
     for (uint64_t k = 0; k < rounds; k++) {
         stage_pieces(ch, job, k, piece);
+        if (k == 0) pl_copying_pause(&ch->copying);
         if (!pl_pass(ch, job)) return 0;
         if (k == 0) {
+            pl_copying_resume(&ch->copying);
             uint64_t largest;
             if (!agreed(ch, job) || !tables_match(ch, job, &largest)) {
                 ch->round++;
@@ -343,6 +363,7 @@ static int exchange(pl_channel *ch, pl_job *job) {
         collect_pieces(ch, job, k, piece);
         ch->round++;
     }
+    pl_copying_end(&ch->copying);
     return 1;
 }
 
@@ -388,11 +409,13 @@ static pl_parts parts_of(const pl_channel *ch, const pl_job *job, uint64_t item)
 
 static void stage_parts(pl_channel *ch, const pl_job *job, const pl_parts *p, uint64_t k, uint64_t item) {
     unsigned char *half = spot(ch, ch->rank, ch->round, p->need);
+    const int past = ch->copying.past;
     for (int d = 0; d < ch->size; d++) {
         const uint64_t n = part_of(job->send_sizes[d], k, p->piece);
         if (d != ch->rank && n)
-            memcpy(half + p->place[d] * p->piece * item, (const char *)job->sends[d] + k * p->piece * item, n * item);
+            pl_copy(half + p->place[d] * p->piece * item, (const char *)job->sends[d] + k * p->piece * item, n * item, past);
     }
+    pl_copy_flush(past);
     pl_fault(PL_AT_STAGED);
 }
 
@@ -411,11 +434,14 @@ static int reduce_exchange(pl_channel *ch, pl_job *job) {
     const pl_fold fold = {.dtype = job->dtype, .op = job->op, .item_bytes = pl_item_bytes(job->dtype), .scale = 1.0};
     const pl_parts parts = parts_of(ch, job, fold.item_bytes);
     pl_descriptor d = pl_descriptor_of(job);
+    ch->copying = pl_copying_start(ch->habits[PL_FORM_REDUCE_EXCHANGE], sent(ch, job) * fold.item_bytes);
     post(ch, &d);
     post_tables(ch, job);
     for (uint64_t k = 0; k < parts.rounds; k++) {
         stage_parts(ch, job, &parts, k, fold.item_bytes);
+        if (k == 0) pl_copying_pause(&ch->copying);
         if (!pl_pass(ch, job)) return 0;
+        if (k == 0) pl_copying_resume(&ch->copying);
         if (k == 0 && !(agreed(ch, job) && counts_match(ch, job))) {
             ch->round++;
             return 0;
@@ -423,6 +449,7 @@ static int reduce_exchange(pl_channel *ch, pl_job *job) {
         if (part_of(job->send_sizes[ch->rank], k, parts.piece)) reduce_part(ch, job, &fold, &parts, k);
         ch->round++;
     }
+    pl_copying_end(&ch->copying);
     return 1;
 }
 

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "copy.h"
+
 /* The best clone is chosen when the library is loaded. Sanitizers and resolvers do not mix. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(PL_PLAIN) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
@@ -248,10 +250,34 @@ static int is_among(const void *out, const void *const *ins, int n_ins) {
     return 0;
 }
 
+/* Sums of three or four tensors of all of which the result takes the place (arenas of as many ranks), in one pass: half
+ * the time of the general way, which passes over them in pairs. The same additions in the same order give the same bits;
+ * so does multiplying by 1. */
+CLONES static void f32_sum_3_in_place(float *a, float *b, float *c, uint64_t n, float s) {
+    INDEPENDENT for (uint64_t i = 0; i < n; i++) a[i] = b[i] = c[i] = a[i] * s + b[i] * s + c[i] * s;
+}
+
+CLONES static void f32_sum_4_in_place(float *a, float *b, float *c, float *d, uint64_t n, float s) {
+    INDEPENDENT for (uint64_t i = 0; i < n; i++) a[i] = b[i] = c[i] = d[i] = a[i] * s + b[i] * s + c[i] * s + d[i] * s;
+}
+
+static int is_in_place(void *const *outs, int n_outs, const void *const *ins, int n_ins) {
+    int same = n_outs == n_ins;
+    for (int k = 0; same && k < n_ins; k++) same = outs[k] == ins[k];
+    return same;
+}
+
 void pl_fold_run(const pl_fold *f, void *const *outs, int n_outs, const void *const *ins, int n_ins, uint64_t count) {
     const int is_complex = f->dtype == PL_C64 || f->dtype == PL_C128;
     const uint64_t numbers = is_complex ? count * 2 : count;
     const uint64_t item = is_complex ? f->item_bytes / 2 : f->item_bytes;
+    if ((n_ins == 3 || n_ins == 4) && (f->dtype == PL_F32 || f->dtype == PL_C64) && f->op == PL_SUM &&
+        is_in_place(outs, n_outs, ins, n_ins)) {
+        float *const *o = (float *const *)outs;
+        if (n_ins == 3) f32_sum_3_in_place(o[0], o[1], o[2], numbers, (float)f->scale);
+        else f32_sum_4_in_place(o[0], o[1], o[2], o[3], numbers, (float)f->scale);
+        return;
+    }
     /* A line that was just read is cheap to write in the same pass. Others, such as a staging area that another CPU has
      * in its cache, are better written by memcpy, which does not have to fetch them first. */
     const int fused = n_outs > 1 && is_among(outs[1], ins, n_ins);
@@ -261,6 +287,6 @@ void pl_fold_run(const pl_fold *f, void *const *outs, int n_outs, const void *co
         if (is_packed(f->dtype)) fold_packed(f, out, also, ins, n_ins, at, n);
         else fold_native(f, out, also, ins, n_ins, at, n, item);
         /* From the first-level cache, and only now: an output may be an input. */
-        for (int k = fused ? 2 : 1; k < n_outs; k++) memcpy((char *)outs[k] + at * item, out, n * item);
+        for (int k = fused ? 2 : 1; k < n_outs; k++) pl_copy((char *)outs[k] + at * item, out, n * item, f->past);
     }
 }

@@ -10,6 +10,7 @@ typedef struct {
     int dtype, op;
     uint64_t item_bytes;
     double scale; /* inputs are multiplied by it; 1 is free */
+    int past;     /* outputs but the first are copied past the caches, and not flushed (copy.h) */
 } pl_fold;
 
 uint64_t pl_item_bytes(int dtype);

@@ -199,6 +199,7 @@ static pl_job *submit(pl_channel *ch, pl_job *job, int run_inline) {
     pl_queue *q = &ch->queue;
     pl_job *refusal = pl_refusal(ch);
     if (refusal) return refusal;
+    pl_settle_spin(ch);
     pthread_mutex_lock(&q->lock);
     if (q->closed) {
         pthread_mutex_unlock(&q->lock);

@@ -31,10 +31,11 @@
 #include "pl.h"
 
 #define PL_MAGIC UINT64_C(0x31656e696c636170) /* "pacline1" */
-#define PL_LAYOUT 1                           /* changes with anything in this file */
+#define PL_LAYOUT 2                           /* changes with anything in this file */
 /* Neighbouring lines are fetched in pairs on much of x86, and 128 is a line elsewhere. */
 #define PL_LINE 128
 #define PL_CAUSE_BYTES 320
+#define PL_CPU_WORDS 16 /* of 64 CPUs each: as many as a cpu_set_t has */
 
 /* Atomics between processes must not hide a lock of one process. */
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "atomics need to be lock-free here");
@@ -80,6 +81,8 @@ typedef struct {
     /* The gate. Together on a line: who changes one looks at the other. */
     PL_ALIGNED _Atomic uint32_t arrivals;
     _Atomic uint32_t sleepers;
+    /* CPUs that some rank may run on. A rank adds its own before its state is PL_JOINED. */
+    PL_ALIGNED _Atomic uint64_t cpus[PL_CPU_WORDS];
     PL_ALIGNED pl_slot slots[];
 } pl_header;
 

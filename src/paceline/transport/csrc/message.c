@@ -458,6 +458,7 @@ int pl_post_wait(pl_job *job, double timeout_s) {
     pl_channel *ch = job->channel;
     pl_post *post = ch->post;
     const int limited = timeout_s < 1e9;
+    pl_settle_spin(ch);
     const int64_t now = pl_now_ns(), spin_end = now + atomic_load(&ch->inline_spin_ns);
     const int64_t end_ns = limited ? now + (int64_t)(timeout_s * 1e9) : INT64_MAX;
     const struct timespec until = {.tv_sec = end_ns / 1000000000, .tv_nsec = end_ns % 1000000000};

@@ -5,6 +5,7 @@
  *   wait.h/.c     sleeping and waking: spin, then futex
  *   round.c       the one synchronisation there is: a round; poison, dead ranks, deadlines
  *   fold.h/.c     elementwise reduction, in rank order
+ *   copy.h/.c     copying to staging, through the caches or past them
  *   collective.c  barrier, all_reduce, exchange, reduce_exchange: all made of rounds
  *   job.c         jobs, the queue, the worker thread
  *   ring.h        bytes from one rank to another
@@ -20,7 +21,7 @@
 
 #include <stdint.h>
 
-#define PL_ABI 2
+#define PL_ABI 3
 #define PL_MAX_RANKS 64
 #define PL_API __attribute__((visibility("default")))
 

@@ -1,0 +1,33 @@
+"""Compiled training: collectives start from inside the whole backward graph. docs/compiler.md says how and why.
+
+- ``tap``: parameters that a graph reports together, and where their gradients go
+- ``ops``: the operators that stand in graphs
+- ``graph``: putting taps into a graph that Dynamo has captured
+- ``catch``: getting hold of that graph, whatever the backend
+- ``run``: what is called instead of the compiled graph: the wrapper's part around it
+- ``backend``: saying it explicitly: the backend ``paceline``, and ``paceline.compile``
+- ``record``: what was compiled, and why something was not; ``explain`` shows it
+"""
+
+from paceline.compiler.backend import Backend, backend, compile_module
+from paceline.compiler.catch import Inside, catch
+from paceline.compiler.explain import Explanation, explain
+from paceline.compiler.ops import enter, leave, tie
+from paceline.compiler.run import Mark, Wrapper
+from paceline.compiler.tap import MAX_TAP_BYTES
+
+__all__ = [
+    "MAX_TAP_BYTES",
+    "Backend",
+    "Explanation",
+    "Inside",
+    "Mark",
+    "Wrapper",
+    "backend",
+    "catch",
+    "compile_module",
+    "enter",
+    "explain",
+    "leave",
+    "tie",
+]

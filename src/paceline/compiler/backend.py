@@ -1,0 +1,83 @@
+"""A backend of torch.compile in front of another one, which gets the graphs with taps in them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from paceline import _torch
+from paceline.compiler import graph as graphs
+from paceline.compiler.record import GraphRecord, note
+from paceline.compiler.run import Run
+
+CompileFunction = Callable[..., Callable[..., Any]]
+logger = logging.getLogger("paceline.compiler")
+
+
+class Backend:
+    """Calls ``inner``, the real backend, with graphs that report their gradients while backward runs."""
+
+    def __init__(self, inner: CompileFunction) -> None:
+        self.inner = inner
+        self.__name__ = getattr(inner, "__name__", type(inner).__name__)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        if graphs.is_tapped(gm.graph):
+            # Caught, although the backend was named explicitly: each would do it.
+            return self.inner(gm, example_inputs, **options)
+        marks = graphs.take_marks(gm.graph)
+        plain = fx.GraphModule(gm, _copy(gm.graph))
+        tapped = graphs.put_taps(gm.graph, example_inputs)
+        gm.recompile()
+        record = GraphRecord(
+            backend=self.__name__,
+            n_nodes=len(gm.graph.nodes),
+            taps=tapped.groups,
+            starts=any(kind == "enter" for kind, _ in marks),
+        )
+        for reducer in tapped.reducers:
+            note(reducer, record)
+        try:
+            with _torch.inductor_keeps_order() if tapped.positions else contextlib.nullcontext():
+                compiled = self.inner(gm, example_inputs, **options)
+        except Exception as error:
+            # Others may be waiting for this rank in a collective of the step that it cannot take part in.
+            for reducer in tapped.reducers:
+                if reducer.channel.size > 1:
+                    reducer.channel.report("compiling", error)
+            raise
+        if not marks and not tapped.positions:
+            return compiled
+        return Run(
+            compiled,
+            plain,
+            marks=marks,
+            positions=tapped.positions,
+            params=tapped.params,
+            on_mismatch=record.mismatch,
+        )
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    result = copied.graph_copy(graph, {})
+    copied.output(result)
+    return copied
+
+
+def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile(m, backend="paceline")``: inductor, with gradients reported while backward runs."""
+    return Backend(_torch.find_backend("inductor"))(gm, example_inputs, **options)
+
+
+def compile_module(model: nn.Module, *, inner: str | CompileFunction = "inductor", **options: Any) -> Any:
+    """``torch.compile`` with ``inner`` as the backend, in which every graph reports its gradients, also where
+    breaks make several graphs of one forward. The other arguments are those of torch.compile.
+    """
+    chosen = _torch.find_backend(inner, mode=options.pop("mode", None), options=options.pop("options", None))
+    return torch.compile(model, backend=Backend(chosen), **options)

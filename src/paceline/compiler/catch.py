@@ -1,0 +1,93 @@
+"""Getting hold of the graph that Dynamo captures, whatever backend it goes to.
+
+[Note: catching the graph]
+Dynamo can call a function of ours while it traces one (its ``comptime``). That function puts ours in front of the
+backend of the graph that is being made, and only of that one. It works for every backend, changes nothing outside of
+that graph, and needs neither hooks nor swapped parameters to be traced: the graph is changed when it is complete,
+with every use of a parameter in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from paceline import _torch
+from paceline.compiler.backend import Backend
+from paceline.compiler.run import Mark
+
+
+def _at_compile_time(context: Any) -> None:
+    _torch.wrap_backend(context, lambda inner: inner if isinstance(inner, Backend) else Backend(inner))
+
+
+def catch(mark: Mark) -> None:
+    """Traced: let the graph that is being made pass through our hands.
+
+    That the wrapper's key is looked at makes Dynamo compile anew for another wrapper, whose parameters it would
+    otherwise put through the graph of this one.
+    """
+    if mark.key:
+        _torch.at_compile_time(_at_compile_time)
+
+
+class _Hook:
+    """A forward pre-hook that catches the graph of the module it is on."""
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            catch(self.mark)
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """What a copy of a module has in the place of the hook."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        pass
+
+
+class Inside:
+    """A module that may be compiled by itself, inside of its wrapper: how to call it so that its graph is caught."""
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+        self._made_for: object = None
+        self._call: Callable[..., Any] | None = None
+
+    def call(self, module: nn.Module) -> Callable[..., Any]:
+        """What to call instead of ``module``; the module itself unless it is compiled."""
+        compiled = _torch.compiled_call(module)
+        if compiled is None:
+            return module
+        if compiled is not self._made_for:
+            self._made_for, self._call = compiled, self._compile_like(compiled, module)
+        return self._call or module
+
+    def listen(self, module: nn.Module, *, owner: object) -> None:
+        """For ``torch.compile(m)``, which compiles hooks together with the module. Lasts as long as ``owner``."""
+        inside = _torch.optimized_module(module)
+        if inside is not None:
+            handle = inside.register_forward_pre_hook(_Hook(self._mark))
+            weakref.finalize(owner, handle.remove).atexit = False
+
+    def _compile_like(self, compiled: object, module: nn.Module) -> Callable[..., Any] | None:
+        """For ``m.compile()``, which compiles each hook by itself: the same call, compiled in the same way."""
+        mark = self._mark
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            catch(mark)
+            return _torch.call_with_hooks(module, *args, **kwargs)
+
+        # Dynamo counts how often it has compiled a piece of code: each module needs one of its own.
+        call.__code__ = call.__code__.replace()
+        return cast("Callable[..., Any] | None", _torch.compile_like(compiled, call))

@@ -1,0 +1,126 @@
+"""Looking at a compiled step: graphs, breaks and their reasons, and where in backward each bucket leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline import _torch
+from paceline.compiler.backend import Backend, CompileFunction
+from paceline.compiler.record import GraphRecord, records_of
+from paceline.errors import BadTypeError
+from paceline.outputs import find_tensors
+from paceline.plan import MB
+from paceline.reducer import Reducer
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A bucket, and when its collective started."""
+
+    bucket: int
+    size_bytes: int
+    n_params: int
+    fraction: float
+    """How much of backward was done, going by the clock: 0 at its start, 1 at its end, or after it."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one step of a compiled wrapper is made of. ``str()`` of it is a table."""
+
+    graphs: tuple[GraphRecord, ...]
+    """The graphs that report gradients."""
+    breaks: dict[str, int]
+    """Why Dynamo made more than one graph: reasons, and how often."""
+    departures: tuple[Departure, ...]
+    untapped: tuple[str, ...]
+    """Parameters that no graph reports: autograd brings them, at the end of their graph's backward."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(departure.size_bytes for departure in self.departures)
+
+    def started_bytes(self, fraction: float = 1.0) -> int:
+        """The bytes that had started to move when this much of backward was done."""
+        return sum(departure.size_bytes for departure in self.departures if departure.fraction < fraction)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.graphs)} graph(s) report gradients, {sum(self.breaks.values())} graph break(s)"]
+        for number, graph in enumerate(self.graphs):
+            n_params = sum(map(len, graph.taps))
+            lines.append(f"  graph {number}: {graph.n_nodes} nodes, {n_params} parameters in {len(graph.taps)} reports")
+            lines += [f"    {reason}" for reason in graph.reasons]
+        lines += [f"  break ({count}x): {reason.splitlines()[0]}" for reason, count in self.breaks.items()]
+        if self.untapped:
+            lines.append(f"  reported by no graph: {', '.join(self.untapped)}")
+        lines.append(f"{'bucket':>6} {'MB':>8} {'params':>6}  starts at")
+        for departure in self.departures:
+            at = f"{departure.fraction:.0%} of backward" if departure.fraction < 1 else "the end of backward"
+            lines.append(f"{departure.bucket:>6} {departure.size_bytes / MB:>8.2f} {departure.n_params:>6}  {at}")
+        share = self.started_bytes() / max(1, self.total_bytes)
+        lines.append(f"{share:.0%} of {self.total_bytes / MB:.2f} MB starts before backward ends")
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module, *inputs: Any, backend: str | CompileFunction = "aot_eager", **kwargs: Any) -> Explanation:
+    """Compile ``model``, a wrapper, and run two steps of it on ``inputs``; on every rank of its group.
+
+    Gradients are as they were afterwards; buffers are not (a BatchNorm counts the batches). Graphs compiled before
+    stay as they are. The loss is the sum of all outputs, so what does not reach the outputs counts as unused.
+
+    >>> print(paceline.explain(ddp, inputs))  # doctest: +SKIP
+    """
+    wrapper = _torch.optimized_module(model) or model
+    reducer = getattr(wrapper, "_reducer", None)
+    if not isinstance(reducer, Reducer):
+        raise BadTypeError(
+            f"explain() takes a paceline.DistributedDataParallel, compiled or not, and not a {type(wrapper).__name__}."
+        )
+    known = len(records_of(reducer))
+    breaks_before = _torch.graph_breaks()
+
+    def forward(*inputs: Any, **kwargs: Any) -> Any:
+        return wrapper(*inputs, **kwargs)
+
+    # A piece of code of its own, whose compilations are not counted with anybody else's.
+    forward.__code__ = forward.__code__.replace()
+    run = torch.compile(forward, backend=Backend(_torch.find_backend(backend)))
+    kept = [(param, None if param.grad is None else param.grad.clone()) for param in wrapper.parameters()]
+    for _ in range(2):
+        # Twice: the first one compiles, and learns the order of the buckets.
+        with torch.enable_grad():
+            _loss(run(*inputs, **kwargs)).backward()
+    times = reducer.telemetry.last
+    for param, grad in kept:
+        param.grad = grad
+    duration_ns = max(1, times.backward_compute_ns)
+    departures = tuple(
+        Departure(
+            spec.index,
+            spec.size_bytes,
+            len(spec.params),
+            min(1.0, (at_ns - times.backward_start_ns) / duration_ns),
+        )
+        for spec, at_ns in zip(reducer.plan.buckets, times.launches_ns, strict=False)
+    )
+    graphs = tuple(records_of(reducer)[known:])
+    tapped = {name for graph in graphs for names in graph.taps for name in names}
+    return Explanation(
+        graphs=graphs,
+        breaks={
+            reason: count - breaks_before.get(reason, 0)
+            for reason, count in _torch.graph_breaks().items()
+            if count > breaks_before.get(reason, 0)
+        },
+        departures=departures,
+        untapped=tuple(slot.name for slot in reducer.trainable() if slot.name not in tapped),
+    )
+
+
+def _loss(output: Any) -> Tensor:
+    parts = [tensor.sum() for tensor in find_tensors(output) if tensor.requires_grad]
+    return cast(Tensor, sum(parts))

@@ -1,0 +1,98 @@
+"""The operators that stand in graphs.
+
+``tap`` passes parameters through, and its backward calls ``report``. It is a composite operator: Dynamo and its
+caches see one operator with a name, and AOTAutograd, or autograd itself under the ``eager`` backend, sees the
+autograd function inside.
+
+``report`` says that it changes the gradients it is given, which it does not. So compilers neither remove it nor
+move the use of a gradient ahead of it, need no copy of the gradient for it, and hand out the very tensors that were
+reported: that is how the reducer knows them again.
+
+``enter`` and ``leave`` mark where a wrapper's forward begins and ends. They are taken out of the graph before a
+backend sees it (see ``run``); called as they are, they do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import _torch, outputs
+from paceline.compiler import run
+from paceline.compiler import tap as taps
+
+_library = torch.library.Library("paceline", "FRAGMENT")
+# The report runs Python code in every backward: a recorded CUDA graph would not.
+_tags = (torch.Tag.cudagraph_unsafe,)
+
+
+def _define(schema: str, function: Callable[..., Any], key: str) -> None:
+    _library.define(schema, tags=_tags)
+    _library.impl(schema.partition("(")[0], function, key)
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: str, *params: Tensor) -> tuple[Tensor, ...]:
+        # A parameter that has no gradient is unused, which zeros would hide.
+        ctx.set_materialize_grads(False)
+        ctx.key = key
+        return tuple(param.view_as(param) for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        members = [n for n, grad in enumerate(grads) if grad is not None]
+        if members:
+            torch.ops.paceline.report([grads[n] for n in members], ctx.key, members)
+        return (None, *grads)
+
+
+def _tap(params: Sequence[Tensor], key: str) -> list[Tensor]:
+    outputs = _Tap.apply(key, *params)
+    node = outputs[0].grad_fn
+    if node is not None:
+        # The engine runs what was made last first; made at the start of forward, this would wait for all others.
+        _torch.run_as_soon_as_ready(node)
+    return list(outputs)
+
+
+@_torch.unseen_by_compiler
+def _report(grads: Sequence[Tensor], key: str, members: Sequence[int]) -> None:
+    # With create_graph=True gradients belong to a graph of their own, which has to come through autograd.
+    if not torch.is_grad_enabled():
+        taps.report(key, members, grads)
+
+
+def _nothing(*args: Any) -> None:
+    """What an operator that returns nothing does to fake tensors."""
+
+
+_define("tap(Tensor[] params, str key) -> Tensor[]", _tap, "CompositeImplicitAutograd")
+_define("report(Tensor(a!)[] grads, str key, int[] members) -> ()", _report, "CompositeExplicitAutograd")
+_library.impl("report", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("paceline::report", _nothing, lib=_library)
+
+
+# As an operator, since Dynamo would trace the autograd function otherwise, which it cannot do without warnings.
+_define("tie(Tensor tensor, Tensor anchor) -> Tensor", outputs.tie, "CompositeImplicitAutograd")
+
+
+def _enter(key: str) -> None:
+    run.enter(key)
+
+
+def _leave(key: str) -> None:
+    run.leave(key, [])
+
+
+for _name, _function in (("enter", _enter), ("leave", _leave)):
+    _define(f"{_name}(str key) -> ()", _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"paceline::{_name}", _nothing, lib=_library)
+
+enter = torch.ops.paceline.enter.default
+leave = torch.ops.paceline.leave.default
+tap = torch.ops.paceline.tap.default
+tie = torch.ops.paceline.tie.default

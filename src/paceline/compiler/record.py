@@ -1,0 +1,44 @@
+"""What was compiled for a wrapper, and why something was not: kept for whoever asks."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass, field
+
+from paceline.reducer import Reducer
+
+logger = logging.getLogger("paceline.compiler")
+
+
+@dataclass
+class GraphRecord:
+    """One graph that was given to a backend."""
+
+    backend: str
+    n_nodes: int
+    taps: list[list[str]] = field(default_factory=list)
+    """The names of the parameters that are reported together."""
+    starts: bool = False
+    """The forward of the wrapper begins in it."""
+    reasons: list[str] = field(default_factory=list)
+    """What did not go as it should."""
+
+    def mismatch(self) -> None:
+        """The graph was run with other parameters than those it was made for."""
+        reason = "ran uncompiled: it was given other parameters than those it was compiled for"
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            logger.warning("A compiled graph %s.", reason)
+
+
+_records: weakref.WeakKeyDictionary[Reducer, list[GraphRecord]] = weakref.WeakKeyDictionary()
+
+
+def note(reducer: Reducer, record: GraphRecord) -> None:
+    _records.setdefault(reducer, []).append(record)
+
+
+def records_of(reducer: Reducer) -> list[GraphRecord]:
+    """The graphs that report gradients to ``reducer``, in the order in which they were compiled."""
+    return list(_records.get(reducer, []))

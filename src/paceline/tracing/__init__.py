@@ -1,0 +1,29 @@
+"""Distributed objects and collectives inside compiled code.
+
+After ``import paceline``, groups, meshes, placements, collectives and hooks compile with
+``torch.compile(fullgraph=True)``: a whole training step, communication included, can be one graph. There is nothing
+to call. What traces, in plain torch and with Paceline, is listed in ``docs/tracing.md``.
+
+- ``registry``: the rows, one a function or type; ``installation``: puts them in place
+- ``arrival``: ... when the compiler is imported, not before
+- ``ops``: the operators that stand in a graph for collectives; ``work``: the handle of an asynchronous one
+- ``collectives``, ``point_to_point``, ``differentiable``, ``groups``, ``meshes``, ``placements``, ``hooks``: what is
+  traced in place of torch's functions
+- ``refusals``: what is not traced, why, and what to write instead
+"""
+
+from __future__ import annotations
+
+from paceline import _torch
+from paceline.tracing.arrival import when_imported
+
+__all__: list[str] = []
+
+
+def _install() -> None:
+    from paceline.tracing.installation import install
+
+    install()
+
+
+when_imported(_torch.COMPILER, _install)

@@ -1,0 +1,81 @@
+"""Process groups: what the compiler may read of one, and on what a graph depends that has read it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from paceline import _torch
+from paceline.tracing.collectives import Group, is_alive, is_outside, named, paceline
+from paceline.tracing.registry import MembersRow, OverrideRow, SpecialRow
+
+ATTRIBUTES = frozenset({"group_name", "group_desc", "bound_device_id"})
+METHODS = frozenset({"rank", "size", "name"})
+
+
+def facts(group: ProcessGroup) -> list[Any]:
+    """What must not change under any graph that holds the group."""
+    return [_torch.group_is_alive(group)]
+
+
+default_group = _torch.traced_default_group
+
+
+def get_rank(group: Group = None) -> int:
+    if is_outside(group):
+        return -1
+    if group is None:
+        group = default_group()
+    elif not is_alive(group):
+        paceline.find_group(named(group))
+        return -1
+    return group.rank()
+
+
+def get_world_size(group: Group = None) -> int:
+    if is_outside(group):
+        return -1
+    if group is None:
+        group = default_group()
+    return group.size()
+
+
+def is_initialized() -> bool:
+    return dist.GroupMember.WORLD is not None
+
+
+def resolve(group_name: str) -> Any:
+    for group, name in _torch.names_of_groups().items():
+        if name == group_name:
+            return group
+    raise RuntimeError(f"Could not resolve the process group registered under the name {group_name}")
+
+
+def _guard() -> None:
+    _torch.set_opaque_guard(ProcessGroup, facts)
+    _torch.guard_what_is_read(ProcessGroup, attributes=ATTRIBUTES, methods=METHODS, identity="group_name")
+
+
+ROWS = (
+    MembersRow(
+        "group.name(), group.bound_device_id",
+        "constants; the graph depends on them",
+        ProcessGroup,
+        constant=ATTRIBUTES | METHODS | _torch.private_group_members,
+    ),
+    SpecialRow("a ProcessGroup", "a name; the graph depends on what was read of it, and on its being alive", _guard),
+    SpecialRow(
+        "dist.ReduceOp.SUM, ...",
+        "a name; the graph depends on it",
+        functools.partial(_torch.guard_value_of, dist.ReduceOp.RedOpType, "value"),
+    ),
+    SpecialRow("what a group, mesh or placement raises", "the program's own exception", _torch.say_what_objects_say),
+    OverrideRow("dist.get_rank()", "a constant; the graph depends on it", c10d.get_rank, get_rank),
+    OverrideRow("c10d._resolve_process_group()", "the group", _torch.resolve_group, resolve),
+    OverrideRow("dist.get_world_size()", "a constant; the graph depends on it", c10d.get_world_size, get_world_size),
+    OverrideRow("dist.is_initialized()", "a constant; the graph depends on it", c10d.is_initialized, is_initialized),
+)

@@ -1,0 +1,220 @@
+"""The ways in which a model gets compiled: around the wrapper, inside of it, by itself, with breaks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+import paceline
+from paceline import DDP
+from tests.compiler._compare import Watch, batch, compare, in_sync, plain_step, same_grads, stack
+
+
+def _inside(rank, size, how, backend):
+    """The module is compiled by itself, and wrapped then (or before)."""
+
+    def compiled():
+        module = stack()
+        if how == "torch.compile":
+            return torch.compile(module, backend=backend, fullgraph=True)
+        if how == "module.compile":
+            module.compile(backend=backend, fullgraph=True)
+        return module
+
+    torch._dynamo.reset()
+    counters.clear()
+    cap = 600 / 2**20
+    eager, ours = DDP(stack(), bucket_cap_mb=cap), DDP(compiled(), bucket_cap_mb=cap)
+    if how == "later":
+        ours.module.compile(backend=backend, fullgraph=True)
+    watch = Watch(ours)
+    for n in range(3):
+        for model in (eager, ours):
+            model.zero_grad()
+            plain_step(model, rank, n)
+        same_grads(eager, ours, f"step {n}")
+    return watch.result()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "later"])
+def test_a_module_that_is_compiled_inside_of_its_wrapper(ranks, how, backend):
+    for seen in ranks(_inside, how, backend):
+        assert seen.graphs == 1
+        assert seen.rounds == [seen.rounds[0], seen.buckets, seen.buckets]
+        assert seen.early == [n - 1 for n in seen.rounds]
+
+
+def _wrapper_compile(rank, size):
+    def compile_(ddp):
+        ddp.compile(backend="aot_eager", fullgraph=True)
+        return ddp
+
+    return compare(rank, stack, compile=compile_)
+
+
+def test_the_compile_method_of_the_wrapper(ranks):
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_wrapper_compile))
+
+
+def _training_step(rank, size, inner, fullgraph):
+    """A compiled function that computes the loss, through the wrapper or through its module."""
+    torch._dynamo.reset()
+    counters.clear()
+    cap = 600 / 2**20
+    eager, ours = DDP(stack(), bucket_cap_mb=cap), DDP(stack(), bucket_cap_mb=cap)
+    watch = Watch(ours)
+
+    def loss(model, x):
+        out = model(x * 2)
+        # A use of parameters outside of the module, in the same graph.
+        return out.square().sum() + sum(param.pow(3).sum() for param in model.parameters())
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=fullgraph)
+    for n in range(3):
+        for model, run in ((eager, loss), (ours, compiled)):
+            model.zero_grad()
+            run(model.module if inner and model is ours else model, batch(rank, n)).backward()
+        same_grads(eager, ours)
+    return watch.result()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_loss_that_calls_the_wrapper(ranks, fullgraph):
+    for seen in ranks(_training_step, False, fullgraph):
+        assert seen.graphs == 1
+        assert seen.rounds[-1] == seen.buckets
+        assert min(seen.early) > 0
+
+
+def test_a_compiled_loss_that_calls_the_module_inside(ranks):
+    for seen in ranks(_training_step, True, True):
+        assert seen.graphs == 1
+
+
+def _whole_step(rank, size):
+    """Forward, backward and the optimizer in one compiled function."""
+    torch._dynamo.reset()
+    eager, ours = DDP(stack()), DDP(stack())
+    optimizers = {model: torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, ours)}
+
+    def step(model, x):
+        optimizers[model].zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizers[model].step()
+        return loss
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for n in range(3):
+        step(eager, batch(rank, n))
+        compiled(ours, batch(rank, n))
+        for a, b in zip(eager.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    in_sync(ours)
+
+
+def test_a_compiled_training_step(ranks):
+    ranks(_whole_step)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = stack(2), stack(2)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def _breaks(rank, size, how):
+    compile_ = {
+        "around": functools.partial(torch.compile, backend="aot_eager"),
+        "paceline.compile": functools.partial(paceline.compile, inner="aot_eager"),
+    }[how]
+    return compare(rank, Broken, compile=compile_, steps=4)
+
+
+@pytest.mark.parametrize("how", ["around", "paceline.compile"])
+def test_graph_breaks_are_counted_across(ranks, how):
+    for seen in ranks(_breaks, how):
+        assert seen.rounds[-1] == seen.buckets
+        if how == "paceline.compile":
+            assert seen.taps == 8
+            assert seen.early[-1] == seen.buckets - 1
+
+
+def _named(rank, size):
+    torch._dynamo.register_backend(paceline.compiler.backend, name="paceline")
+    return compare(rank, stack, compile=functools.partial(torch.compile, backend="paceline"))
+
+
+def test_the_backend_by_name(ranks):
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_named))
+
+
+def _own_backend(rank, size):
+    calls = []
+
+    def mine(gm, example_inputs):
+        calls.append(len(gm.graph.nodes))
+        return gm.forward
+
+    seen = compare(rank, stack, compile=functools.partial(torch.compile, backend=mine, fullgraph=True))
+    assert len(calls) == 1
+    return seen
+
+
+def test_a_backend_of_the_users_own(ranks):
+    assert all(min(seen.early) > 0 for seen in ranks(_own_backend))
+
+
+def _options(rank, size):
+    compile_ = functools.partial(torch.compile, fullgraph=True, options={"max_fusion_size": 8})
+    first = compare(rank, stack, compile=compile_)
+    second = compare(rank, stack, compile=functools.partial(paceline.compile, mode="default", fullgraph=True))
+    return first, second
+
+
+def test_modes_and_options(ranks):
+    for pair in ranks(_options):
+        assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in pair)
+
+
+def _sparse(rank, size):
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.embed, self.last = nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8)
+            self.double()
+
+        def forward(self, x):
+            return self.last(self.embed((x.abs() * 3).long().clamp(max=9)))
+
+    return compare(rank, Words, compile=functools.partial(torch.compile, backend="aot_eager"))
+
+
+def test_sparse_gradients_fall_back(ranks):
+    ranks(_sparse)
+
+
+def _moved(rank, size):
+    """Nothing of torch's own configuration is changed by any of this."""
+    torch._dynamo.reset()
+    before = torch._dynamo.config.save_config(), torch._inductor.config.save_config()
+    ddp = DDP(stack())
+    plain_step(torch.compile(ddp, backend="aot_eager"), rank, 0)
+    assert (torch._dynamo.config.save_config(), torch._inductor.config.save_config()) == before
+    dist.barrier()
+
+
+def test_no_configuration_is_changed(ranks):
+    ranks(_moved)

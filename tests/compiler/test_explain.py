@@ -1,0 +1,55 @@
+"""``paceline.explain``, the log, and what is said of fallbacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import DDP
+from tests.compiler._compare import batch, plain_step, stack
+from tests.compiler.test_entries import Broken
+
+
+def _explained(rank, size, make):
+    torch._dynamo.reset()
+    ddp = DDP(make(), bucket_cap_mb=600 / 2**20)
+    plain_step(ddp, rank, 0)
+    before = [param.grad.clone() for param in ddp.parameters()]
+    found = paceline.explain(ddp, batch(rank))
+    for param, grad in zip(ddp.parameters(), before, strict=True):
+        assert torch.equal(param.grad, grad)
+    assert found.total_bytes == ddp.plan.size_bytes
+    assert [departure.bucket for departure in found.departures] == list(range(len(ddp.plan.buckets)))
+    fractions = [departure.fraction for departure in found.departures]
+    assert fractions == sorted(fractions)
+    # The last one carries the status, and waits for the end.
+    assert fractions[0] < 1.0 == fractions[-1]
+    return found
+
+
+def test_a_whole_graph(ranks):
+    for found in ranks(_explained, stack):
+        assert len(found.graphs) == 1
+        assert not found.breaks
+        assert not found.untapped
+        assert 0 < found.started_bytes() < found.total_bytes
+        assert "1 graph(s) report gradients, 0 graph break(s)" in str(found)
+        assert "starts before backward ends" in str(found)
+
+
+def test_breaks_and_their_reasons(ranks):
+    for found in ranks(_explained, Broken):
+        assert len(found.graphs) == 2
+        assert sum(found.breaks.values()) >= 1
+        assert any("graph_break" in reason for reason in found.breaks)
+
+
+def _not_a_wrapper(rank, size):
+    with pytest.raises(paceline.errors.BadTypeError, match="not a Linear"):
+        paceline.explain(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_something_else_is_refused(ranks):
+    ranks(_not_a_wrapper)

@@ -1,0 +1,417 @@
+"""Compiled training gives what eager training gives, and buckets leave from inside the backward graph."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline import DDP, MixedPrecision
+from paceline.hooks import allreduce, fp16_compress
+from tests.compiler._compare import Seen, batch, compare, plain_step, stack
+
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+def whole(backend, **options):
+    return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
+
+
+def _plain(rank, size, backend, cap_bytes):
+    return compare(rank, stack, compile=whole(backend), steps=4, bucket_cap_mb=cap_bytes / 2**20)
+
+
+@pytest.mark.parametrize("cap_bytes", [64, 600, 1200, 2**20])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_and_the_same_gradients_for_any_bucket_size(ranks, backend, cap_bytes):
+    for seen in ranks(_plain, backend, cap_bytes):
+        assert seen.graphs == 1
+        assert seen.taps == 8
+        # All but the last, which carries the status and leaves when backward is over.
+        assert seen.early == [n - 1 for n in seen.rounds]
+        assert seen.rounds[-1] == seen.buckets
+        assert (seen.buckets == 1) == (cap_bytes == 2**20)
+
+
+def _accumulate(rank, size, backend):
+    def step(model, rank, n):
+        ddp = model if isinstance(model, DDP) else model._orig_mod
+        with ddp.no_sync():
+            plain_step(model, rank, 3 * n)
+            plain_step(model, rank, 3 * n + 1)
+        plain_step(model, rank, 3 * n + 2)
+
+    return compare(rank, stack, compile=whole(backend), step=step)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_no_sync_and_accumulation_do_not_compile_again(ranks, backend):
+    for seen in ranks(_accumulate, backend):
+        assert seen.graphs == 1
+        assert min(seen.early) > 0
+        assert seen.rounds[-1] == seen.buckets
+
+
+def _accumulate_without_no_sync(rank, size):
+    return compare(rank, stack, compile=whole("aot_eager"), zero=False)
+
+
+def test_gradients_that_are_not_zeroed_add_up(ranks):
+    assert all(min(seen.early) > 0 for seen in ranks(_accumulate_without_no_sync))
+
+
+def _hook(rank, size, hook):
+    return compare(rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp.register_comm_hook(None, hook))
+
+
+@pytest.mark.parametrize("hook", [allreduce, fp16_compress], ids=["allreduce", "fp16"])
+def test_comm_hooks_get_the_buckets(ranks, hook):
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_hook, hook))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def _buffers(rank, size, backend):
+    seen = compare(rank, Normed, compile=whole(backend))
+    torch._dynamo.reset()
+    ddp = DDP(Normed())
+    # Each rank's own numbers, until a forward broadcasts those of rank 0.
+    ddp.module.norm.running_mean.fill_(float(rank + 1))
+    compiled = whole(backend)(ddp)
+    compiled.eval()
+    with torch.no_grad():
+        compiled(batch(rank))
+    assert torch.equal(ddp.module.norm.running_mean, torch.ones(8).double())
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_buffers_are_broadcast_before_the_graph_runs(ranks, backend):
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_buffers, backend))
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.spare, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.double()
+        self.use_spare = False
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.use_spare:
+            x = self.spare(x)
+        # In the graph, yet without a gradient.
+        return self.last(x) + 0 * self.spare.weight.sum().detach()
+
+
+def _unused(rank, size, options, varying):
+    def step(model, rank, n):
+        inner = getattr(model, "_orig_mod", model).module
+        inner.use_spare = varying and n >= 1 and rank == n % 2
+        plain_step(model, rank, n)
+
+    return compare(rank, Unused, compile=whole("aot_eager"), step=step, steps=4, **options)
+
+
+@pytest.mark.parametrize("varying", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "find_unused"])
+def test_unused_parameters(ranks, options, varying):
+    for seen in ranks(_unused, options, varying):
+        assert seen.graphs == 1 + varying
+
+
+def _nothing_used(rank, size):
+    def step(model, rank, n):
+        inner = getattr(model, "_orig_mod", model).module
+        inner.use = not (rank == 1 and n == 1)
+        plain_step(model, rank, n)
+
+    return compare(rank, Sometimes, compile=whole("aot_eager"), step=step)
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(8, 8).double()
+        self.use = True
+
+    def forward(self, x):
+        return self.linear(x) if self.use else x * 2
+
+
+def test_a_rank_that_uses_no_parameter_takes_part(ranks):
+    ranks(_nothing_used)
+
+
+def _static(rank, size):
+    return compare(rank, stack, compile=whole("aot_eager"), static_graph=True)
+
+
+def test_static_graph(ranks):
+    assert all(min(seen.early) > 0 for seen in ranks(_static))
+
+
+def _ignored(rank, size):
+    def make():
+        module = stack()
+        DDP._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
+        return module
+
+    def step(model, rank, n):
+        plain_step(model, 0, n)
+
+    return compare(rank, make, compile=whole("aot_eager"), step=step)
+
+
+def test_ignored_parameters_have_no_tap(ranks):
+    assert all(seen.taps == 7 for seen in ranks(_ignored))
+
+
+def _weighted(rank, size):
+    def step(model, rank, n):
+        ddp = getattr(model, "_orig_mod", model)
+        with ddp.weighted(rank + 1 + n):
+            plain_step(model, rank, n)
+
+    return compare(rank, stack, compile=whole("aot_eager"), step=step)
+
+
+def test_weighted_averages(ranks):
+    assert all(seen.graphs == 1 for seen in ranks(_weighted))
+
+
+def _join(rank, size):
+    def step(model, rank, n):
+        ddp = getattr(model, "_orig_mod", model)
+        with ddp.join():
+            for k in range(1 + rank):
+                ddp.zero_grad()
+                plain_step(model, rank, 10 * n + k)
+
+    # A rank that has run out has no gradients, and is given the others' weights when the next join ends.
+    return compare(rank, stack, compile=whole("aot_eager"), step=step, synced=False)
+
+
+def test_join(ranks):
+    assert all(seen.graphs == 1 for seen in ranks(_join))
+
+
+def _freeze(rank, size):
+    def step(model, rank, n):
+        getattr(model, "_orig_mod", model).module[2].requires_grad_(n != 1)
+        plain_step(model, rank, n)
+
+    return compare(rank, stack, compile=whole("aot_eager"), step=step, steps=4)
+
+
+def test_freezing_and_unfreezing(ranks):
+    assert all(seen.graphs <= 3 and min(seen.early) > 0 for seen in ranks(_freeze))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.middle, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.middle(self.embed((x.abs() * 3).long().clamp(max=7))))
+
+
+def _tied(rank, size, backend):
+    return compare(rank, Tied, compile=whole(backend))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_tied_weights_are_reported_once(ranks, backend):
+    for seen in ranks(_tied, backend):
+        assert seen.rounds[-1] == seen.buckets
+
+
+def _several_forwards(rank, size, backend):
+    def step(model, rank, n):
+        losses = [model(batch(rank, 5 * n + k)).square().sum() for k in range(3)]
+        sum(losses).backward()
+
+    return compare(rank, stack, compile=whole(backend), step=step, steps=4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_several_forwards_before_a_backward(ranks, backend):
+    for seen in ranks(_several_forwards, backend):
+        assert seen.graphs == 1
+        # The first time some are late; then it is known how often they come.
+        assert seen.rounds[-1] == seen.buckets
+        assert seen.early[-1] > 0
+
+
+def _two_backwards(rank, size):
+    def step(model, rank, n):
+        out = model(batch(rank, n))
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+
+    return compare(rank, stack, compile=whole("aot_eager"), step=step)
+
+
+def test_two_backwards_of_one_forward(ranks):
+    assert all(seen.graphs == 1 for seen in ranks(_two_backwards))
+
+
+def _regularised(rank, size, backend):
+    def step(model, rank, n):
+        inner = getattr(model, "_orig_mod", model).module
+        # Gradients that come from elsewhere, in the same backward.
+        (model(batch(rank, n)).square().sum() + inner[0].weight.pow(3).sum() + inner[6].bias.sum()).backward()
+
+    return compare(rank, stack, compile=whole(backend), step=step, steps=4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_gradients_that_come_from_outside_of_the_graph_as_well(ranks, backend):
+    assert all(seen.graphs == 1 for seen in ranks(_regularised, backend))
+
+
+def _tensor_hooks(rank, size):
+    def prepare(ddp):
+        ddp.module[2].weight.register_hook(lambda grad: grad * 3)
+
+    return compare(rank, stack, compile=whole("aot_eager"), prepare=prepare)
+
+
+def test_tensor_hooks_of_the_user_see_the_gradient_first(ranks):
+    ranks(_tensor_hooks)
+
+
+def _grad_only(rank, size):
+    torch._dynamo.reset()
+    ddp = DDP(stack())
+    compiled = whole("aot_eager")(ddp)
+    params = list(ddp.parameters())
+    # Of this rank's own: no other rank takes part.
+    if rank == 0:
+        grads = torch.autograd.grad(compiled(batch(rank)).square().sum(), params)
+        want = torch.autograd.grad(ddp.module(batch(rank)).square().sum(), params)
+        for got, expected in zip(grads, want, strict=True):
+            torch.testing.assert_close(got, expected)
+        assert all(param.grad is None for param in params)
+    dist.barrier()
+    plain_step(compiled, rank, 0)
+    assert all(param.grad is not None for param in params)
+
+
+def test_autograd_grad_stays_local(ranks):
+    ranks(_grad_only)
+
+
+def _some_inputs(rank, size):
+    def step(model, rank, n):
+        inner = getattr(model, "_orig_mod", model).module
+        model(batch(rank, n)).square().sum().backward(inputs=[inner[0].weight, inner[4].bias])
+
+    compare(rank, stack, compile=whole("aot_eager"), step=step)
+
+
+def test_backward_of_some_parameters_only(ranks):
+    ranks(_some_inputs)
+
+
+def _create_graph(rank, size):
+    def step(model, rank, n):
+        model(batch(rank, n)).square().sum().backward(create_graph=True)
+        params = list(getattr(model, "_orig_mod", model).parameters())
+        penalty = sum(param.grad.square().sum() for param in params)
+        grads = torch.autograd.grad(penalty, params)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+    # The second derivative is this rank's own.
+    compare(rank, stack, compile=whole("eager"), step=step, steps=2, synced=False)
+
+
+def test_create_graph_where_the_backend_can(ranks):
+    ranks(_create_graph, allow_warnings=(("Using backward\\(\\) with create_graph=True", UserWarning),))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = stack()
+
+    def forward(self, x):
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+def _checkpointed(rank, size, backend):
+    return compare(rank, Checkpointed, compile=whole(backend))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_activation_checkpointing_in_the_graph(ranks, backend):
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_checkpointed, backend))
+
+
+def _mixed(rank, size):
+    config = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    return compare(rank, stack, compile=functools.partial(torch.compile, backend="aot_eager"), mixed_precision=config)
+
+
+def test_mixed_precision(ranks):
+    ranks(_mixed)
+
+
+def _dynamic(rank, size, dynamic):
+    def step(model, rank, n):
+        model(batch(rank, n, 3 + n + rank, 8)).square().sum().backward()
+
+    return compare(rank, stack, compile=whole("aot_eager", dynamic=dynamic), step=step, steps=4)
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2), (False, 4)])
+def test_dynamic_shapes(ranks, dynamic, graphs):
+    assert all(seen.graphs == graphs and min(seen.early) > 0 for seen in ranks(_dynamic, dynamic))
+
+
+def _two_wrappers(rank, size):
+    """Alike to Dynamo, which looks at shapes only."""
+    first = compare(rank, stack, compile=whole("aot_eager"))
+    a, b = DDP(stack()), DDP(copy.deepcopy(stack()))
+    both = [whole("aot_eager")(a), whole("aot_eager")(b)]
+    for n in range(2):
+        for k, model in enumerate(both):
+            model.zero_grad()
+            plain_step(model, rank, n + k)
+    reference = DDP(stack())
+    plain_step(reference, rank, 2)
+    for p, q in zip(b.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    return first
+
+
+def test_wrappers_that_look_alike_are_not_mixed_up(ranks):
+    ranks(_two_wrappers)
+
+
+def test_seen_is_a_value():
+    assert Seen() == Seen()

@@ -1,0 +1,205 @@
+"""Models of real kinds: BERT, attention with a score function, checkpointing of chosen operators, convolutions."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from paceline import DDP
+from tests.compiler._compare import Watch, batch, compare, in_sync, stack
+
+TOLERANCE = 1e-5
+# transformers asks torch.jit what it would do.
+WARNINGS = ((".*", DeprecationWarning), (".*", FutureWarning))
+
+
+def whole(backend, **options):
+    return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
+
+
+def _bert(rank, size, backend, options):
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch._dynamo.reset()
+    counters.clear()
+
+    def make():
+        torch.manual_seed(5)
+        return DDP(BertForMaskedLM(config), bucket_cap_mb=4000 / 2**20, **options)
+
+    eager, ours = make(), make()
+    compiled = torch.compile(ours, backend=backend)
+    watch = Watch(ours)
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in (eager, ours)]
+    for n in range(3):
+        generator = torch.Generator().manual_seed(10 * n + rank)
+        tokens = torch.randint(0, 40, (2, 8), generator=generator)
+        losses = []
+        for model, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert abs(losses[0] - losses[1]) < TOLERANCE
+        for (name, a), b in zip(eager.named_parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(b, a, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+    in_sync(ours)
+    return watch.result()
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static_graph"])
+def test_bert(ranks, options):
+    for seen in ranks(_bert, "aot_eager", options, allow_warnings=WARNINGS, timeout=300):
+        assert seen.graphs == 1
+        assert seen.early[-1] > 1
+        assert seen.rounds[-1] == seen.buckets
+
+
+def _alibi(score, b, h, q, k):
+    return score + (q - k) * (h + 1) * 0.1
+
+
+class Attentive(nn.Module):
+    def __init__(self, *, compile_attention: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.inputs, self.outputs = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.attention = torch.compile(flex_attention, backend="aot_eager") if compile_attention else flex_attention
+
+    def forward(self, x):
+        q, k, v = (part.view(2, 16, 1, 16).transpose(1, 2) for part in self.inputs(x).chunk(3, dim=-1))
+        mixed = self.attention(q, k, v, score_mod=_alibi)
+        return self.outputs(mixed.transpose(1, 2).reshape(2, 16, 16))
+
+
+def _flex(rank, size):
+    """Forward only: torch has no backward of it on the CPU."""
+    torch._dynamo.reset()
+    eager, in_part, ours = DDP(Attentive()), DDP(Attentive(compile_attention=True)), DDP(Attentive())
+    x = batch(rank, 0, 2, 16, 16).float()
+    with torch.no_grad():
+        want = torch.compile(eager, backend="eager")(x)
+        torch.testing.assert_close(in_part(x), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(whole("aot_eager")(ours)(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_flex_attention_compiled_with_the_model_and_by_itself(ranks):
+    ranks(_flex)
+
+
+def _policy(context, op, *args, **kwargs):
+    keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = stack(2), stack(2)
+
+    def forward(self, x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        x = checkpoint(self.first, x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self.second, x, use_reentrant=False)
+
+
+def _selective(rank, size):
+    return compare(rank, Selective, compile=whole("aot_eager"))
+
+
+def test_checkpointing_of_chosen_operators(ranks):
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_selective))
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+        self.double().to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def _channels_last(rank, size):
+    def step(model, rank, n):
+        x = batch(rank, n, 2, 3, 8, 8).to(memory_format=torch.channels_last)
+        model(x).square().sum().backward()
+
+    return compare(rank, Convolutional, compile=whole("aot_eager"), step=step)
+
+
+def test_convolutions_in_channels_last(ranks):
+    for seen in ranks(_channels_last):
+        assert seen.graphs == 1
+        assert seen.rounds[-1] == seen.buckets
+
+
+def _half_a_megabyte(rank, size):
+    """Where torch's splitting fails: a small cap, and a compilation of something else afterwards."""
+    seen = compare(rank, functools.partial(stack, 3, 256), compile=whole("aot_eager"), step=_wide, bucket_cap_mb=0.5)
+    other = torch.compile(nn.Linear(2, 2), backend="aot_eager", fullgraph=True)
+    other(torch.ones(1, 2)).sum().backward()
+    return seen
+
+
+def _wide(model, rank, n):
+    model(batch(rank, n, 2, 256)).square().sum().backward()
+
+
+def test_a_cap_of_half_a_megabyte(ranks):
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_half_a_megabyte))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _order(rank, size, backend):
+    torch._dynamo.reset()
+    ddp = DDP(Residual())
+    reducer, blocks = ddp._reducer, []
+    report = reducer.gradients_early
+
+    def noted(pairs):
+        blocks.extend(int(reducer.name_of(param).split(".")[1]) for param, _ in pairs if param.dim() == 2)
+        report(pairs)
+
+    reducer.gradients_early = noted
+    whole(backend)(ddp)(batch(rank, 0, 32, 64).float()).square().sum().backward()
+    return blocks
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_gradients_are_reported_where_they_are_computed(ranks, backend):
+    """Inductor would compute the gradients of all weights at the end, to save memory, were it not asked not to."""
+    for blocks in ranks(_order, backend):
+        assert blocks == [3, 3, 2, 2, 1, 1, 0, 0]

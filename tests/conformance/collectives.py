@@ -1,0 +1,228 @@
+"""torch's own tests of collectives, over gloo and over shm.
+
+    python -m tests.conformance --suite collectives            both columns, docs/transport-conformance.md
+
+Here no decorator is lifted and no device is mapped: a test that wants a GPU, NCCL or another backend says so itself
+and is left out. What runs is what torch runs for gloo on a machine without GPUs, and then the same over shm.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+from rich.progress import Progress
+
+from .ranks import Outcome, run_test
+from .selection import BASE_CLASS, SUITE, Selected, select_tests
+
+LOGS = Path("runs/conformance")
+PAGE = Path("docs/transport-conformance.md")
+# As torch's own runner has it: odd numbers of ranks find what even ones do not.
+RANKS = 3
+# What the suite calls a world that is not small: its tests of subgroups want that.
+MANY_RANKS = 8
+
+# What gloo passes and shm does not, on purpose: name -> reason. The run fails when one of them starts to pass.
+_BY_NAME = "torch's monitored_barrier() asks for a backend whose name is gloo, and refuses any other"
+_IN_OTHER_WORDS = "the error comes in time and names the ranks that did not arrive, in words the test does not look for"
+KNOWN: dict[str, str] = {
+    "test_barrier_timeout_global": _IN_OTHER_WORDS,
+    "test_barrier_timeout_group": _IN_OTHER_WORDS,
+    "test_barrier_timeout_full_group": _IN_OTHER_WORDS,
+    "test_monitored_barrier_gloo": _BY_NAME,
+    "test_monitored_barrier_gloo_subgroup": _BY_NAME,
+    "test_monitored_barrier_gloo_rank_0_timeout": _IN_OTHER_WORDS,
+    "test_monitored_barrier_failure_order": _BY_NAME,
+    "test_monitored_barrier_wait_all_ranks": _BY_NAME,
+}
+
+
+def main(*, only: str | None, timeout_s: float, verbose: bool, cached: Path | None = None) -> int:
+    """Both columns, the table, the page in docs/ (if all tests were run), the exit code."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    suite = _load()
+    tests = [test for test in _select() if only is None or only in test.name or fnmatch.fnmatch(test.name, only)]
+    gloo = _cached(cached, tests) or _column("gloo", tests, suite, timeout_s=timeout_s, console=console)
+    if cached is not None and not cached.exists():
+        cached.write_text(_as_json(gloo))
+    # Skipped over gloo is skipped altogether: by machine, not by backend.
+    written_for_us = [test for test in tests if gloo[test.name].status != "skip"]
+    _become_shm(suite)
+    shm = _column("shm", written_for_us, suite, timeout_s=timeout_s, console=console)
+    failed = [name for name in shm if shm[name].status != "pass" and gloo[name].status == "pass" and name not in KNOWN]
+    stale = [name for name in shm if shm[name].status == "pass" and name in KNOWN]
+    for name in shm:
+        if shm[name].status != "pass" or gloo[name].status != "pass":
+            console.print(f"{name}: gloo {_said(gloo[name])}; shm {_said(shm[name])}", markup=False, highlight=False)
+            if verbose:
+                for rank, trace in shm[name].tracebacks.items():
+                    console.print(f"-- rank {rank} --\n{trace}", markup=False, highlight=False)
+    for name in stale:
+        console.print(f"passes, take it off the list of known differences: {name}", markup=False)
+    if only is None:
+        PAGE.write_text(page(tests=tests, gloo=gloo, shm=shm), encoding="utf-8")
+        console.print(f"wrote {PAGE}")
+    console.print(_summary(gloo=gloo, shm=shm), highlight=False)
+    console.print(f"{len(failed)} that gloo passes and shm does not", highlight=False)
+    return 1 if failed or stale else 0
+
+
+def _load() -> ModuleType:
+    # Some decorators look at the number of ranks when the suite is imported: enough for all of them.
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(MANY_RANKS), INIT_METHOD="env://", MASTER_PORT="29555")
+    warnings.simplefilter("ignore")  # what torch's suite warns about on import says nothing about us
+    suite = importlib.import_module(SUITE)
+    warnings.resetwarnings()
+    return suite
+
+
+def _become_shm(suite: ModuleType) -> None:
+    import paceline  # noqa: F401  registers the backend
+    from paceline.transport import kernel
+
+    reason = kernel.reason_unavailable()
+    if reason is not None:
+        # It would fall back to gloo, and the second column would be the first.
+        raise SystemExit(f"no shared-memory transport here: {reason}")
+    # Not added to PROFILING_SUPPORTED_BACKENDS: for those the suite wants each event to end on another thread than
+    # it began on, and a synchronous call here runs where it is made. Names and shapes of the events are checked by
+    # tests/transport/cases/profiled.py, for gloo and shm alike.
+    suite.BACKEND = "shm"
+
+
+def _select() -> list[Selected]:
+    spec = find_spec(SUITE)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"this torch does not ship {SUITE}")
+    source = Path(spec.origin)
+    about_ddp = {test.name for test in select_tests(source)}
+    common = importlib.import_module("torch.testing._internal.common_distributed")
+    skips = {skip.exit_code: skip.message for skip in common.TEST_SKIPS.values()}
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    base = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == BASE_CLASS)
+    methods = [node for node in base.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [Selected(node.name, _ranks_for(node), skips) for node in methods if node.name not in about_ddp]
+
+
+def _ranks_for(node: ast.FunctionDef) -> int:
+    ranks = RANKS
+    for decorator in node.decorator_list:
+        match decorator:
+            case ast.Name(id="skip_if_small_worldsize"):
+                ranks = MANY_RANKS
+            case ast.Name(id="skip_if_odd_worldsize"):
+                ranks = max(ranks, 4)
+            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=int(wanted))]):
+                if name in ("require_world_size", "require_exact_world_size"):
+                    ranks = max(ranks, wanted)
+    return ranks
+
+
+def _column(
+    title: str, tests: list[Selected], suite: ModuleType, *, timeout_s: float, console: Console
+) -> dict[str, Outcome]:
+    log_dir = LOGS / f"collectives-{title}"
+    shutil.rmtree(log_dir, ignore_errors=True)
+    log_dir.mkdir(parents=True)
+    outcomes: dict[str, Outcome] = {}
+    started = time.monotonic()
+    # No refresh thread: this process forks.
+    with Progress(console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task(title, total=len(tests))
+        for test in tests:
+            progress.update(task, description=f"{title}: {test.name}", refresh=console.is_terminal)
+            outcomes[test.name] = run_test(test, suite=suite, log_dir=log_dir, timeout_s=timeout_s, backend=title)
+            if outcomes[test.name].status != "fail":
+                for log in log_dir.glob(f"{test.name}.rank*.log"):
+                    log.unlink()
+            progress.advance(task)
+    console.print(f"{title}: {len(tests)} tests in {time.monotonic() - started:.0f} s")
+    (LOGS / f"collectives-{title}.json").write_text(_as_json(outcomes))
+    return outcomes
+
+
+def _as_json(column: dict[str, Outcome]) -> str:
+    return json.dumps({name: asdict(outcome) for name, outcome in column.items()}, indent=1)
+
+
+def _cached(file: Path | None, tests: list[Selected]) -> dict[str, Outcome] | None:
+    if file is None or not file.exists():
+        return None
+    stored = json.loads(file.read_text())
+    if not all(test.name in stored for test in tests):
+        return None
+    return {test.name: Outcome(**stored[test.name]) for test in tests}
+
+
+def _said(outcome: Outcome) -> str:
+    return f"{outcome.status} {outcome.reason[:300]}".strip()
+
+
+def _summary(*, gloo: dict[str, Outcome], shm: dict[str, Outcome]) -> str:
+    ran = list(shm)
+    passes = {
+        title: sum(column[name].status == "pass" for name in ran) for title, column in (("gloo", gloo), ("shm", shm))
+    }
+    return (
+        f"of {len(gloo)} tests {len(ran)} are written for the CPU and gloo: "
+        f"gloo passes {passes['gloo']}, shm passes {passes['shm']}"
+    )
+
+
+def page(*, tests: list[Selected], gloo: dict[str, Outcome], shm: dict[str, Outcome]) -> str:
+    """The page for docs/: what passes, what does not and why, what is not for this machine."""
+    torch = importlib.import_module("torch")
+    ranks = {test.name: test.ranks for test in tests}
+    lines = [
+        "# torch's own collective tests, over gloo and over shm",
+        "",
+        "Written by `make conformance ARGS='--suite collectives'`; not to be edited.",
+        "",
+        f"The tests are those of `{SUITE}` as torch {torch.__version__.partition('+')[0]} ships them that do not use",
+        "`DistributedDataParallel` (those have a run of their own: `make conformance`). None is edited. A test that",
+        "asks for a GPU or another backend is skipped by itself and not counted. (The suite's look at profiler events",
+        "is on for gloo only: it wants an event to end on another thread than it began on. Names and shapes are",
+        "compared in `tests/transport/cases/profiled.py`.)",
+        "",
+        f"O{_summary(gloo=gloo, shm=shm)[1:]}.",
+        "",
+        "| test | ranks | gloo | shm |",
+        "|---|---|---|---|",
+    ]
+    for name in shm:
+        ours = shm[name]
+        cell = f"differs: {KNOWN[name]}" if ours.status != "pass" and name in KNOWN else _cell(ours)
+        lines.append(f"| `{name.removeprefix('test_')}` | {ranks[name]} | {_cell(gloo[name])} | {cell} |")
+    reasons: dict[str, int] = {}
+    for outcome in gloo.values():
+        if outcome.status == "skip":
+            reasons[outcome.reason] = reasons.get(outcome.reason, 0) + 1
+    lines += ["", "## Not for this machine", "", "| what the test says | tests |", "|---|---|"]
+    lines += [f"| {_plain(reason)} | {count} |" for reason, count in sorted(reasons.items(), key=lambda i: -i[1])]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(outcome: Outcome) -> str:
+    if outcome.status == "pass":
+        return "pass"
+    return f"**{outcome.status}**: {_plain(outcome.reason)[:160]}"
+
+
+def _plain(text: str) -> str:
+    """Without what differs between machines, and without what Markdown would take for a column."""
+    text = re.sub(r"/\S*?/(?=[\w.-]+\.(?:py|cc|cpp|h)\b)", "", text)
+    return " ".join(re.sub(r"0x[0-9a-f]+", "0x...", text).replace("|", "/").split())

@@ -1,0 +1,166 @@
+"""Every expression of the list, compiled as one graph, gives eager's answer.
+
+Rows that share ranks and a backend are run together, when the first of them is asked for; a test then reads
+its row's outcome. ``pytest -k`` works as usual: only the rows that were selected are run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+
+from tests.tracing.expressions import BY_ID, EXPRESSIONS
+from tests.tracing.runner import outcomes
+from tests.tracing.test_refusals import BAD, REFUSED
+
+
+def _where():
+    """(number of ranks, backend, row) of every test on real ranks."""
+    for expression in EXPRESSIONS:
+        if expression.gloo:
+            yield expression.ranks, "eager", expression.id
+            # Groups and meshes are constants before aot_eager sees anything: some of them will do.
+            if expression.point >= 3 or expression.inductor:
+                yield expression.ranks, "aot_eager", expression.id
+            if expression.inductor and expression.ranks == 2:
+                yield 2, "inductor", expression.id
+
+
+# So many rows a run: a row takes a tenth of a second, more on a machine that is busy.
+BATCH = 60
+
+WHERE = sorted(_where(), key=lambda where: where[:2])
+
+
+@pytest.fixture(scope="module")
+def outcome(rank_pool, request):
+    """``outcome(world_size, backend, row)``: what is wrong, or None."""
+    selected: dict[tuple[int, str], list[str]] = {}
+    for item in request.session.items:
+        if item.module is request.module and "world_size" in getattr(item, "callspec", _NoParams).params:
+            params = item.callspec.params
+            selected.setdefault((params["world_size"], params["backend"]), []).append(params["row"])
+    known: dict[tuple[int, str, str], str | None] = {}
+
+    def ask(world_size, backend, row):
+        if (world_size, backend, row) not in known:
+            rows = selected[world_size, backend]
+            start = rows.index(row)
+            found = outcomes(rank_pool.run, rows[start : start + BATCH], backend=backend, world_size=world_size)
+            known.update({(world_size, backend, name): wrong for name, wrong in found.items()})
+        return known[world_size, backend, row]
+
+    return ask
+
+
+class _NoParams:
+    params: ClassVar[dict[str, object]] = {}
+
+
+@pytest.mark.parametrize(("world_size", "backend", "row"), WHERE, ids=[f"{n} ranks-{b}-{row}" for n, b, row in WHERE])
+def test_compiled_is_eager(outcome, world_size, backend, row):
+    found = outcome(world_size, backend, row)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("row", [e.id for e in EXPRESSIONS if e.fake])
+def test_compiled_is_eager_on_a_fake_group(fake_outcomes, row):
+    answer = fake_outcomes[row]
+    assert "error" not in answer, answer["error"]
+    assert answer["wrong"] is None
+
+
+def test_the_list_is_long_enough():
+    by_point = {point: [e for e in EXPRESSIONS if e.point == point] for point in (1, 2, 3, 4, 5)}
+    assert {point: len(rows) >= 15 for point, rows in by_point.items()} == dict.fromkeys(by_point, True)
+    assert len(EXPRESSIONS) >= 110
+    assert len({e.id for e in EXPRESSIONS}) == len(EXPRESSIONS), "two rows have one name"
+
+
+# Rows whose subject is not the name of a function or member, and what shows each: an expression, a refusal, bad input.
+SHOWN_BY = {
+    "a ProcessGroup": "1-a group returned from the graph",
+    "type(placement) == Shard": "3-type(placement)",
+    "a reduction with a factor": "dist._make_nccl_premul_sum",
+    "isinstance(work, dist.Work)": "4-handles in a dictionary, passed on, tested",
+    "hooks that come and go": "5-handle.remove() in the function",
+    "what a group, mesh or placement raises": "_group_of_no_dimension",
+}
+
+
+def test_every_row_of_the_registry_has_an_expression():
+    """The registry is read in a process of its own: it imports the compiler."""
+    script = (
+        "import json, paceline, torch._dynamo\n"
+        "from paceline.tracing.installation import rows\n"
+        "print(json.dumps([[type(row).__name__, row.subject, row.form] for row in rows()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    rows = json.loads(done.stdout)
+    shown = "\n".join(inspect.getsource(module) for module in {inspect.getmodule(e.function) for e in EXPRESSIONS})
+    assert len(rows) > 50
+    for kind, subject, form in rows:
+        assert form, subject
+        if subject.startswith("("):
+            continue  # Our own machinery, which every expression of its kind goes through.
+        if subject in SHOWN_BY:
+            assert SHOWN_BY[subject] in {*BY_ID, *REFUSED, *(function.__name__ for function in BAD)}
+        elif kind == "RefusalRow":
+            assert any(part.strip().removesuffix("()") in REFUSED for part in subject.split(",")), subject
+        else:
+            for name in _names(subject):
+                assert re.search(rf"\b{name}\b", shown), f"no expression uses {name} ({subject})"
+
+
+def _names(subject):
+    """The last names of "group.name(), group.bound_device_id", of "tensor.register_hook inside the function"..."""
+    parts = (part.split()[0] for part in re.sub(r"\(.*?\)", "", subject).split(",") if part.strip(" ."))
+    return [part.rpartition(".")[2] for part in parts]
+
+
+# The issue's words, and a piece of the name of a row that shows each.
+NAMED = {
+    1: [
+        "group.rank()", "group.size()", "group.name()", "group.group_name", "group.group_desc",
+        "get_process_group_ranks", "get_backend", "get_global_rank", "get_group_rank", "GroupMember.WORLD",
+        "NON_GROUP_MEMBER", "dist.group.WORLD", "group == group", "group is group", "{group: ...}",
+        "keyword argument", "module.group", "is_available", "is_initialized", "_get_default_group",
+    ],
+    2: [
+        "ndim", "shape", "size()", "device_type", "mesh_dim_names", "get_coordinate", "get_local_rank", "get_rank()",
+        "mesh['tp']", "mesh['dp', 'tp']", "get_group(", "get_all_groups", "_flatten", "mesh == mesh", "hash(mesh)",
+        "mesh.mesh", "argument",
+    ],
+    3: [
+        "Shard(dim)", "Replicate()", "Partial()", "is_shard", "is_replicate", "is_partial", "placement.dim",
+        "reduce_op", "placement == placement", "placement in [", "as arguments", "from_local(x, mesh, placements)",
+        "from_local with keywords", "run_check", "shape=", "grad_placements", "to_local()", "redistribute",
+        "full_tensor",
+    ],
+    4: [
+        *(f"all_reduce(op={op})" for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")),
+        "all_gather(list", "all_gather_into_tensor(", "reduce_scatter(out, list)", "reduce_scatter_tensor(out",
+        "all_to_all(list", "all_to_all_single(out", "broadcast(x", "reduce(x, dst)", "gather(x, list, dst)",
+        "scatter(out, list, src)", "barrier()", "send / dist.recv", "isend / dist.irecv", "batch_isend_irecv",
+        "_coalescing_manager", "all_reduce_coalesced", "all_gather_coalesced", "async_op=True", "wait()",
+        "is_completed()", "subgroup", "differentiated", "_autograd", "dist.nn.functional.",
+    ],
+    5: [
+        "register_full_backward_hook, observing", "register_full_backward_hook, changing",
+        "register_full_backward_pre_hook, observing", "register_full_backward_pre_hook, changing",
+        "tensor.register_hook", "register_post_accumulate_grad_hook",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("point", "word"), [(p, w) for p, words in NAMED.items() for w in words], ids=lambda value: str(value)
+)
+def test_every_name_of_the_issue_has_a_row(point, word):
+    assert any(word in e.name for e in EXPRESSIONS if e.point == point)

@@ -1,0 +1,98 @@
+"""What Paceline costs programs that use nothing of it: no compiler imported, no graph changed, caches that hit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _start(*arguments, **environ):
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _answer(process):
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+IMPORTS = """
+import json, sys, time
+import torch, torch.distributed
+before = time.process_time()
+import paceline
+seconds = time.process_time() - before
+model = torch.nn.Linear(2, 2)
+model(torch.ones(1, 2)).sum().backward()
+compiler = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor")
+print(json.dumps({"seconds": seconds, "compiler": [name for name in compiler if name in sys.modules]}))
+"""
+
+
+def test_importing_costs_little_and_imports_no_compiler():
+    # Processor time, the best of three: a busy machine makes an import slower, never faster.
+    for _ in range(3):
+        answer = _answer(_start("-c", IMPORTS))
+        assert answer["compiler"] == []
+        if answer["seconds"] < 0.3:
+            return
+    raise AssertionError(f"importing paceline takes {answer['seconds']} s more than importing torch")
+
+
+def test_what_torch_traces_keeps_its_graphs(fake_outcomes):
+    plain = _answer(_start("-m", "tests.tracing.graphs"))
+    traced = {name: answer["graphs"] for name, answer in plain.items() if "graphs" in answer}
+    assert len(traced) > 150
+    # What we add must be an addition: torch learning a row by itself is the time to drop ours.
+    assert len(plain) - len(traced) > 50
+    changed = [name for name, graphs in traced.items() if fake_outcomes[name].get("graphs") != graphs]
+    assert changed == []
+
+
+CACHED = """
+import json, torch, warnings
+warnings.simplefilter("ignore")
+import torch._dynamo  # the other order: everywhere else Paceline comes first
+import paceline
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+def step(x, group):
+    first = dist.all_reduce(x, async_op=True)
+    y = x.new_empty(2 * x.shape[0])
+    dist.all_gather_single(y, x, group=group)
+    dist.broadcast(x, 0)
+    dist.barrier()
+    first.wait()
+    return y
+
+torch.compile(step, fullgraph=True, backend="inductor")(torch.ones(4), dist.group.WORLD)
+dist.destroy_process_group()
+print(json.dumps({
+    "hit": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+    "miss": counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],
+    "bypass": counters["inductor"]["fxgraph_cache_bypass"] + counters["aot_autograd"]["autograd_cache_bypass"],
+}))
+"""
+
+
+def test_a_second_run_hits_the_compile_cache(tmp_path):
+    first, second = (_answer(_start("-c", CACHED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))) for _ in range(2))
+    assert first["hit"] == 0
+    assert first["miss"] > 0
+    assert second["hit"] > 0
+    assert second["miss"] == second["bypass"] == 0

@@ -1,0 +1,240 @@
+"""Compiled code recompiles when the answer changes, and only then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from tests.tracing.row import Place
+from tests.tracing.runner import ALLOWED_WARNINGS
+
+
+def _counted(function):
+    """``function`` compiled, and a counter of its compilations."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def _check(function, rounds, *, compilations):
+    """Call with each round's arguments, twice over; every answer is eager's, and it compiled that often."""
+    compiled, counter = _counted(function)
+    for arguments in [*rounds, *rounds]:
+        x = torch.arange(4.0) + 1
+        want, got = function(x.clone(), *arguments), compiled(x.clone(), *arguments)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert counter.frame_count == compilations, f"compiled {counter.frame_count} times, not {compilations}"
+    torch._dynamo.reset()
+
+
+def _sum_over(x, group):
+    dist.all_reduce(x, group=group)
+    return x * group.size() + group.rank()
+
+
+def _sum_over_async(x, group):
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    return x * 2
+
+
+class Holder(nn.Module):
+    def __init__(self, thing):
+        super().__init__()
+        self.thing = thing
+
+    def forward(self, x):
+        return x * self.thing.size()
+
+
+def _groups(rank, size, case):
+    at = Place(rank, size)
+    if case == "collective over two groups":
+        _check(_sum_over, [(at.group,), (at.solo,)], compilations=2)
+    elif case == "async collective over two groups":
+        _check(_sum_over_async, [(at.group,), (at.solo,)], compilations=2)
+    elif case == "size of two groups":
+        _check(lambda x, group: x * group.size(), [(at.group,), (at.solo,)], compilations=2)
+    elif case == "rank in two groups":
+        _check(lambda x, group: x + dist.get_rank(group), [(at.group,), (at.reverse,)], compilations=2)
+    elif case == "the same group again":
+        _check(lambda x, group: x + group.size(), [(at.group,), (dist.group.WORLD,)], compilations=1)
+    elif case == "identity":
+        _check(lambda x, group: x + (group is dist.group.WORLD), [(at.group,), (at.other,)], compilations=2)
+    elif case == "member or not":
+        _check(lambda x, group: x + dist.get_rank(group), [(at.first,), (at.solo,)], compilations=1 if rank == 0 else 2)
+    elif case == "group or None":
+        _check(lambda x, group: x + dist.get_world_size(group), [(None,), (at.solo,)], compilations=2)
+    elif case == "modules that hold groups":
+        one, two = Holder(at.group), Holder(at.solo)
+        _check(lambda x, module: module(x), [(one,), (two,)], compilations=2)
+    elif case == "a module's group is replaced":
+        module = Holder(at.group)
+        compiled, counter = _counted(module)
+        x = torch.ones(2)
+        assert compiled(x).tolist() == [size, size]
+        module.thing = at.solo
+        assert compiled(x).tolist() == [1, 1]
+        assert counter.frame_count == 2
+    elif case == "op":
+        rounds = [(dist.ReduceOp.SUM,), (dist.ReduceOp.MAX,)]
+        _check(_reduced, rounds, compilations=2)
+    elif case == "shapes":
+        compiled, counter = _counted(_sum_over)
+        for length in (4, 6, 8, 10):
+            want, got = torch.arange(float(length)) + rank, torch.arange(float(length)) + rank
+            assert torch.equal(compiled(got, at.group), _sum_over(want, at.group))
+            assert torch.equal(got, want)
+        # Once for the first length, once for any.
+        assert counter.frame_count == 2
+    elif case == "a group is made":
+        compiled, counter = _counted(lambda x: x + dist.get_pg_count())
+        before = dist.get_pg_count()
+        assert compiled(torch.zeros(1)).item() == before
+        dist.new_group([0])
+        assert compiled(torch.zeros(1)).item() == dist.get_pg_count()
+        assert counter.frame_count == (1 if dist.get_pg_count() == before else 2)
+    else:
+        raise AssertionError(case)
+
+
+def _reduced(x, op):
+    dist.all_reduce(x, op=op)
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "collective over two groups",
+        "async collective over two groups",
+        "size of two groups",
+        "rank in two groups",
+        "the same group again",
+        "identity",
+        "member or not",
+        "group or None",
+        "modules that hold groups",
+        "a module's group is replaced",
+        "op",
+        "shapes",
+        "a group is made",
+    ],
+)
+def test_groups(ranks, case):
+    ranks(_groups, case, allow_warnings=ALLOWED_WARNINGS)
+
+
+def _fake(world_size, rank):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def _objects(_rank, _size, case):
+    _fake(8, 5)
+    at = Place(5, 8)
+    if case == "equal meshes":
+        _check(lambda x, mesh: x + mesh.get_local_rank("tp"), [(at.grid,), (at.grid_again,)], compilations=1)
+    elif case == "meshes of other shapes":
+        other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        _check(lambda x, mesh: x + mesh.get_local_rank("tp"), [(at.grid,), (other,)], compilations=2)
+    elif case == "slices":
+        _check(lambda x, mesh: x * mesh.size(), [(at.grid["dp"],), (at.grid["tp"],)], compilations=2)
+    elif case == "a slice made anew":
+        _check(lambda x, mesh: x * mesh.size(), [(at.grid["dp"],), (at.grid["dp"],)], compilations=1)
+    elif case == "name of a dimension":
+        _check(lambda x, mesh, name: x * mesh[name].size(), [(at.grid, "dp"), (at.grid, "tp")], compilations=2)
+    elif case == "equal placements":
+        _check(lambda x, p: x + p.is_shard(0), [(Shard(0),), (Shard(0),)], compilations=1)
+    elif case == "other placements":
+        rounds = [(Shard(0),), (Shard(1),), (Replicate(),), (Partial("max"),)]
+        _check(lambda x, p: x + p.is_shard(0) + 2 * p.is_partial("max"), rounds, compilations=4)
+    elif case == "modules that hold meshes":
+        rounds = [(Holder(at.grid["dp"]),), (Holder(at.grid["tp"]),)]
+        _check(lambda x, module: module(x), rounds, compilations=2)
+    else:
+        raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "equal meshes",
+        "meshes of other shapes",
+        "slices",
+        "a slice made anew",
+        "name of a dimension",
+        "equal placements",
+        "other placements",
+        "modules that hold meshes",
+    ],
+)
+def test_meshes_and_placements(ranks, case):
+    ranks(_objects, case, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+
+
+def _who(x):
+    if not dist.is_initialized():
+        return x - 1
+    return x + dist.get_rank() + 100 * dist.get_world_size() + 1000 * dist.group.WORLD.size()
+
+
+def _worlds(_rank, _size):
+    """A graph outlives the default group it was compiled for."""
+    compiled, counter = _counted(_who)
+    assert compiled(torch.zeros(1)).item() == -1
+    for number, (world_size, rank) in enumerate([(4, 1), (8, 3), (8, 5)], 2):
+        _fake(world_size, rank)
+        for _ in range(2):
+            assert compiled(torch.zeros(1)).item() == rank + 1100 * world_size
+        assert counter.frame_count == number
+        dist.destroy_process_group()
+    assert compiled(torch.zeros(1)).item() == -1
+
+
+def test_another_default_group(ranks):
+    ranks(_worlds, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def _through(x, module):
+    return module(x) * 3
+
+
+def _gradient(function, module):
+    x = torch.ones(2, requires_grad=True)
+    function(x, module).sum().backward()
+    return x.grad.tolist()
+
+
+def _hooks(_rank, _size):
+    """Modules of one class with other hooks, and hooks that come and go."""
+    plain, tenfold, observed, seen = Layer(), Layer(), Layer(), []
+    tenfold.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 10,))
+    observed.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(len(seen)))
+    compiled, counter = _counted(_through)
+    for _ in range(2):
+        for module in (plain, tenfold, observed):
+            assert _gradient(compiled, module) == _gradient(_through, module)
+    assert len(seen) == 4
+    assert counter.frame_count == 3
+
+    handle = plain.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 5,))
+    assert _gradient(compiled, plain) == [30.0, 30.0]
+    handle.remove()
+    assert _gradient(compiled, plain) == [6.0, 6.0]
+
+
+def test_hooks(ranks):
+    ranks(_hooks, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
