@@ -6,10 +6,9 @@ checked by reading this file.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -634,19 +633,16 @@ def call_with_hooks(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def inductor_keeps_order() -> Iterator[None]:
-    """For the compilation of one graph: inductor leaves operators in the order of the graph it is given.
+def options_that_keep_order(backend: Any) -> dict[str, Any]:
+    """Arguments with which inductor leaves operators in the order of the graph; none for another backend.
 
     To save memory it moves what nothing waits for, gradients of weights that is, to the end of backward, where
-    there is nothing left to overlap with. The backward is compiled with the forward, not when it first runs: it would
-    be compiled without this by then. An option of the user's own overrides it.
+    there is nothing left to overlap with. As an argument, since the backward is compiled later, when it first runs.
     """
-    from torch._functorch import config as aot
-    from torch._inductor import config as inductor
-
-    with inductor.patch(reorder_for_peak_memory=False), aot.patch(force_non_lazy_backward_lowering=True):
-        yield
+    inner = getattr(backend, "_torchdynamo_orig_backend", backend)
+    if not isinstance(inner, torch._TorchCompileInductorWrapper) or "reorder_for_peak_memory" in inner.config:
+        return {}
+    return {"config_patches": {"reorder_for_peak_memory": False}}
 
 
 def graph_breaks() -> dict[str, int]:

@@ -30,7 +30,8 @@ class Courier:
 
     def allocate(self, size_bytes: int) -> Tensor | None:
         """Memory that the group's ranks share, if it has such: a collective; None on all ranks alike."""
-        return transport.allocate(size_bytes, group=self.group)
+        what = "the sharing of memory for the buckets"
+        return transport.allocate(size_bytes, group=self.group, wait=lambda work: self.channel.wait(work, what))
 
     def can_carry_status(self, bucket: Bucket) -> bool:
         """[Note: the last bucket carries the status]: whether this one could."""

@@ -95,7 +95,7 @@ def start_sparse_all_reduce(
 ) -> Finish:
     """Sum a sparse tensor over the ranks; rows may differ from rank to rank."""
     tensor = tensor.coalesce()
-    if dist.get_backend(group).rpartition(":")[2] in ("gloo", "shm"):
+    if dist.get_backend(group) == dist.Backend.GLOO:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
 

@@ -96,7 +96,7 @@ def _lost(outcomes: list[Outcome], lost: int) -> None:
             assert outcome.exit_code == -signal.SIGKILL
             continue
         assert outcome.error == "RankLostError", outcome
-        assert outcome.blamed == lost, outcome
+        assert outcome.blamed == 10 + lost, outcome
         assert f"rank {10 + lost}" in outcome.message, outcome
 
 
@@ -135,13 +135,13 @@ def test_a_rank_that_leaves_is_named(run: RankRunner) -> None:
     outcomes = run(3, programs.one_leaves)
     assert outcomes[0].error is None
     for outcome in outcomes[1:]:
-        assert (outcome.error, outcome.blamed) == ("RankLostError", 0)
+        assert (outcome.error, outcome.blamed) == ("RankLostError", 10)
         assert "rank 10 has closed the group" in outcome.message
 
 
 def test_poison_carries_its_cause(run: RankRunner) -> None:
     for outcome in run(3, programs.one_poisons):
-        assert (outcome.error, outcome.blamed) == ("PeerFailedError", 1)
+        assert (outcome.error, outcome.blamed) == ("PeerFailedError", 11)
         assert outcome.message == "the dog ate the gradients"
 
 

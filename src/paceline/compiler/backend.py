@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,8 +42,9 @@ class Backend:
         for reducer in tapped.reducers:
             note(reducer, record)
         try:
-            with _torch.inductor_keeps_order() if tapped.positions else contextlib.nullcontext():
-                compiled = self.inner(gm, example_inputs, **options)
+            if tapped.positions and not options:
+                options = _torch.options_that_keep_order(self.inner)
+            compiled = self.inner(gm, example_inputs, **options)
         except Exception as error:
             # Others may be waiting for this rank in a collective of the step that it cannot take part in.
             for reducer in tapped.reducers:

@@ -20,6 +20,7 @@ The layout, from the ground up:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +46,13 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _new_group, extended_api=True, devices=["cpu"])
 
 
-def allocate(nbytes: int, *, group: dist.ProcessGroup | None = None) -> Tensor | None:
+def allocate(
+    nbytes: int, *, group: dist.ProcessGroup | None = None, wait: Callable[[dist.Work], None] | None = None
+) -> Tensor | None:
     """Bytes in shared memory, on which ``all_reduce`` copies nothing; a collective of ``group``.
 
-    None, on all ranks alike, where the group does not share memory or there is no room.
+    None, on all ranks alike, where the group does not share memory or there is no room. ``wait`` is called with each
+    work that waits for the other ranks, for who does not want to do that with ``work.wait()``.
 
     Example::
 
@@ -59,7 +63,7 @@ def allocate(nbytes: int, *, group: dist.ProcessGroup | None = None) -> Tensor |
     arenas = getattr(found, "arenas", None)
     if arenas is None:
         return None
-    tensor: Tensor | None = arenas.allocate(nbytes, timeout_s=found.options._timeout.total_seconds())
+    tensor: Tensor | None = arenas.allocate(nbytes, timeout_s=found.options._timeout.total_seconds(), wait=wait)
     return tensor
 
 

@@ -7,8 +7,9 @@ lives as long as a tensor of it does; what was mapped of others' goes with it.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.transport.kernel import Channel, Kind
 from paceline.transport.segment import PREFIX, Segment
+from paceline.transport.work import ShmWork
+
+_logger = logging.getLogger("paceline")
+_has_said = False
 
 # A name, or an empty one for "I could not": of the same length on all ranks.
 _WORD_BYTES = 64
@@ -29,21 +34,25 @@ class Arenas:
         self._mapped: dict[int, list[Segment]] = {}
         self._count = 0
 
-    def allocate(self, nbytes: int, *, timeout_s: float) -> Tensor | None:
+    def allocate(
+        self, nbytes: int, *, timeout_s: float, wait: Callable[[ShmWork], None] | None = None
+    ) -> Tensor | None:
         """``nbytes`` bytes of zeros in shared memory, or None on all ranks if some rank has no room for them.
 
-        All ranks of the group ask for the same number, in the same order with respect to collectives.
+        All ranks of the group ask for the same number, in the same order with respect to collectives. ``wait`` waits
+        for the other ranks, for callers who listen for news meanwhile.
         """
         number, self._count = self._count, self._count + 1
         try:
             own: Segment | None = Segment.create(max(nbytes, 1))
-        except (PacelineError, OSError):
+        except (PacelineError, OSError) as error:
             own = None
+            _say(str(error))
         mapped: list[Segment] = []
         try:
-            names = self._tell(own.name if own is not None else "", timeout_s=timeout_s)
+            names = self._tell(own.name if own is not None else "", timeout_s=timeout_s, wait=wait)
             ok = own is not None and all(names) and self._map(own, names, mapped)
-            agreed = all(self._tell("yes" if ok else "", timeout_s=timeout_s))
+            agreed = all(self._tell("yes" if ok else "", timeout_s=timeout_s, wait=wait))
         finally:
             if own is not None:
                 own.unlink()
@@ -85,22 +94,34 @@ class Arenas:
             mapped.append(segment)
         return True
 
-    def _tell(self, word: str, *, timeout_s: float) -> list[str]:
+    def _tell(self, word: str, *, timeout_s: float, wait: Callable[[ShmWork], None] | None) -> list[str]:
         """Everybody's word."""
         mine = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
         encoded = word.encode()
         mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
         everybodys = mine.new_empty((self._channel.size, _WORD_BYTES))
-        self._channel.exchange(
+        job = self._channel.exchange(
             [(mine.data_ptr(), mine.nbytes)],
             [(row.data_ptr(), row.nbytes) for row in everybodys],
             same=True,
             kind=Kind.ALL_GATHER,
             timeout_s=timeout_s,
-            inline=True,
+            inline=wait is None,
             keep=(mine, everybodys),
-        ).wait()
+        )
+        if wait is None:
+            job.wait()
+        else:
+            wait(ShmWork((job,), [], herald=None))
         return [bytes(row.tolist()).rstrip(b"\0").decode() for row in everybodys]
+
+
+def _say(problem: str) -> None:
+    """Once a process: it goes on, but gradients are copied."""
+    global _has_said
+    if not _has_said:
+        _has_said = True
+        _logger.warning("paceline: buckets are not in shared memory, and are copied instead: %s", problem)
 
 
 def _forget(arenas: weakref.ref[Arenas], number: int) -> None:

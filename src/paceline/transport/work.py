@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -138,7 +139,10 @@ class ShmWork(_torch.Work):
 
     def attend(self) -> None:
         """Wait, and do what is to be done at the end; errors stay with the work."""
-        self._wait(None)
+        for job in self._jobs:
+            # Each has an error of its own, or none; settling finds the first. All must have ended by then.
+            with contextlib.suppress(Exception):
+                job.wait()
         self._settle()
 
     def _end(self, limit_s: float | None) -> None:
@@ -152,7 +156,7 @@ class ShmWork(_torch.Work):
             try:
                 job.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
             except Exception:
-                if not job.done():
+                if not job.done() and limit_s is not None:
                     # gloo's words: callers tell by them that they may wait again.
                     raise RankLostError(
                         f"Operation timed out! It is still under way after {limit_s:.3f} s, and may be waited for again"

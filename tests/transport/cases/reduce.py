@@ -106,7 +106,8 @@ def reduce(rank, world_size):
                     dist.reduce(mine, root, reduce_op(op))
                     # What the others' tensors hold afterwards is not defined; gloo uses them as scratch.
                     if rank == root:
-                        same(mine, reduced(op, inputs), "reduce", dtype, op, count, "root", root)
+                        rounded = is_rounded(op, world_size)
+                        same(mine, reduced(op, inputs), "reduce", dtype, op, count, "root", root, rounded=rounded)
 
 
 def _pieces(count: int, dtype: torch.dtype, *, rank: int, world_size: int, op: str) -> list[torch.Tensor]:
