@@ -355,6 +355,10 @@ class TorchNames:
     def _find_common_rank(self: Any, input_rank: int, rank_cond: bool) -> int:
         return highest_rank(rank_cond, rank=input_rank, channel=self._reducer.channel, device=self.placement.device)
 
+    @property
+    def _authoritative_rank(self: Any) -> int:
+        return int(self.joining.authoritative_rank)
+
     def _sync_final_model(self: Any, is_last_joiner: bool) -> None:
         sync_final_model(self, is_last_joiner=is_last_joiner)
 

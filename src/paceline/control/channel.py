@@ -234,9 +234,12 @@ class Channel:
             try:
                 work.wait(timedelta(seconds=timeout_s))
             except RuntimeError as error:
-                if work.is_completed() or "timed out" not in str(error).lower():
+                if "timed out" not in str(error).lower():
                     raise
-                return False
+                if not work.is_completed():
+                    return False
+                # It ended, well or not, between the two looks: the error above is about time alone.
+                work.wait()
             return True
 
         self._wait(attempt, doing)
