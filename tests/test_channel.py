@@ -628,7 +628,7 @@ def test_a_peer_that_is_at_the_same_step_or_behind_is_heard(ranks: Ranks, step: 
 
 
 class _TimedOutWork:
-    def wait(self, timeout: timedelta) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         raise RuntimeError("[src/buffer.cc:1] Timed out waiting 1000ms for recv operation to complete")
 
     def is_completed(self) -> bool:
