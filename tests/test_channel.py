@@ -652,6 +652,32 @@ def test_a_backend_that_timed_out_is_not_called_a_broken_connection(ranks: Ranks
     assert "connection" not in told.lower()
 
 
+class _LateWork:
+    """Ends between the moment its wait gives up and the moment somebody looks."""
+
+    def __init__(self) -> None:
+        self.waits: list[timedelta | None] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits.append(timeout)
+        if timeout is not None:
+            raise RuntimeError("Timed out waiting 250ms for recv operation to complete")
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _ends_just_then(rank: int, size: int) -> int:
+    work = _LateWork()
+    _channel().wait(work, "the all-reduce of bucket 0")  # type: ignore[arg-type]
+    return len(work.waits)
+
+
+def test_a_work_that_ends_just_after_its_wait_gave_up_has_ended_well(ranks: Ranks) -> None:
+    assert ranks(_ends_just_then) == [2, 2]
+
+
 class _BrokenWork:
     def wait(self, timeout: timedelta) -> bool:
         raise RuntimeError("[src/pair.cc:1] Connection closed by peer [127.0.0.1]:1234. This may mean anything.\nStack")

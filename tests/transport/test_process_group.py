@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
-from paceline.errors import RankLostError, StateError
-from paceline.transport import Options
+from paceline.errors import DisagreementError, PeerFailedError, RankLostError, StateError
+from paceline.transport import Options, arena
 from paceline.transport.process_group import ShmProcessGroup
 from tests.transport.requirements import needs_shm
 
@@ -397,15 +398,62 @@ def test_groups_of_other_backends_have_no_shared_memory(ranks):
 
 
 def _no_room_on_one_rank(rank, world_size):
-    # Ranks ask for different amounts only to have one of them fail; nobody gets any.
-    assert paceline.transport.allocate(1 << 55 if rank == 1 else 4096) is None
+    said = []
+    say = mock.patch.object(arena._logger, "warning", lambda *message: said.append(message))
+    with mock.patch.object(arena, "_has_said", False), say:
+        for _ in range(2):
+            # Ranks ask for different amounts only to have one of them fail; nobody gets any.
+            assert paceline.transport.allocate(1 << 55 if rank == 1 else 4096) is None
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0, 2.0]
+    return len(said)
 
 
-def test_no_room_for_an_arena_on_one_rank_is_none_on_all(shm):
-    shm(_no_room_on_one_rank)
+def test_no_room_for_an_arena_on_one_rank_is_none_on_all_and_said_once(shm):
+    assert shm(_no_room_on_one_rank) == [1, 0]
+
+
+def _raises_while_buckets_become_shared(rank, world_size):
+    # Without a rebuild of the plan the buckets are shared in the first step, before anything else is waited for.
+    ddp = paceline.DDP(torch.nn.Linear(3, 3), find_unused_parameters=True)
+    if rank == 1:
+        with pytest.raises(TypeError):
+            ddp("no tensor")
+        return None
+    with pytest.raises(PeerFailedError, match="sharing of memory") as caught:
+        ddp(torch.ones(2, 3)).sum().backward()
+    return caught.value.rank
+
+
+def test_who_waits_to_share_buckets_hears_of_a_failure(shm):
+    assert shm(_raises_while_buckets_become_shared, group_timeout_s=120)[0] == 1
+
+
+def _first_of_two_fails(rank, world_size):
+    group = dist.group.WORLD
+    if rank == 1:
+        with pytest.raises(DisagreementError):
+            dist.all_reduce(torch.ones(11))
+        dist.all_reduce(torch.ones(20))
+        return True
+    # Two jobs, one work: the first fails, since ranks differ, and the second ends well, later.
+    work = group.allreduce_coalesced([torch.ones(10), torch.ones(20)], dist.AllreduceCoalescedOptions())
+    with pytest.raises(RuntimeError, match="all_reduce"):
+        work.get_future().wait()
+    # Whoever looks after works is still there for the next one.
+    return True
+
+
+def _goes_on(rank, world_size):
+    _first_of_two_fails(rank, world_size)
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor, async_op=True).get_future().wait()
+    return tensor.tolist()
+
+
+def test_a_work_of_several_jobs_whose_first_fails_is_announced(shm):
+    assert shm(_goes_on, group_timeout_s=30) == [[2.0] * 5] * 2
 
 
 def test_options_name_the_backend_between_hosts():

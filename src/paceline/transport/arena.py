@@ -43,11 +43,11 @@ class Arenas:
         for the other ranks, for callers who listen for news meanwhile.
         """
         number, self._count = self._count, self._count + 1
+        problem = "another rank could not make or map its part"
         try:
             own: Segment | None = Segment.create(max(nbytes, 1))
         except (PacelineError, OSError) as error:
-            own = None
-            _say(str(error))
+            own, problem = None, str(error)
         mapped: list[Segment] = []
         try:
             names = self._tell(own.name if own is not None else "", timeout_s=timeout_s, wait=wait)
@@ -60,6 +60,8 @@ class Arenas:
         if own is None or not agreed:
             for segment in mapped:
                 segment.close()
+            if self._channel.rank == 0:
+                _say(problem)
             return None
         self._channel.register_arena(number, [segment.address for segment in mapped], own.nbytes)
         self._mapped[number] = [segment for segment in mapped if segment is not own]

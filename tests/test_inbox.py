@@ -1,0 +1,78 @@
+"""The inbox: when the reader is called, and how many gradients may wait."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from paceline.bucket import Slot
+from paceline.inbox import BATCH, GROWTH, Inbox
+
+
+class Reader:
+    """Takes out what is there, and remembers how much it was each time."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox(self)
+        self.taken: list[int] = []
+
+    def gradients_ready(self) -> None:
+        self.taken.append(len(self.inbox.take()))
+
+
+def _slots(count: int) -> list[Slot]:
+    slots = [Slot(str(number), nn.Parameter(torch.zeros(1))) for number in range(count)]
+    for slot in slots:
+        slot.prompt = False
+    return slots
+
+
+def _bring(reader: Reader, slots: list[Slot]) -> None:
+    for slot in slots:
+        reader.inbox.hook(slot)(slot.param)
+
+
+def test_no_gradient_waits_when_a_backward_begins_and_more_may_as_it_goes_on() -> None:
+    """Memory peaks at the start of a backward, with all activations alive."""
+    reader = Reader()
+    reader.inbox.begin_backward()
+    _bring(reader, _slots(2000))
+    came = 0
+    for count in reader.taken:
+        assert count == min(BATCH, 1 + came // GROWTH)
+        came += count
+    assert reader.taken[:GROWTH] == [1] * GROWTH
+    assert reader.taken[-1] == BATCH
+
+
+def test_between_backwards_the_reader_hears_of_every_gradient_at_once() -> None:
+    reader = Reader()
+    for _ in range(2):
+        reader.inbox.begin_backward()
+        _bring(reader, _slots(300))
+        reader.inbox.end_backward()
+        reader.inbox.take()
+        reader.taken.clear()
+        _bring(reader, _slots(3))
+        assert reader.taken == [1, 1, 1]
+        reader.taken.clear()
+
+
+def test_a_prompt_gradient_takes_the_waiting_ones_along() -> None:
+    reader = Reader()
+    reader.inbox.begin_backward()
+    _bring(reader, _slots(100))
+    reader.inbox.take()
+    reader.taken.clear()
+    slots = _slots(3)
+    slots[2].prompt = True
+    _bring(reader, slots)
+    assert reader.taken == [3]
+
+
+def test_another_wrappers_gradient_is_left_alone() -> None:
+    reader = Reader()
+    (slot,) = _slots(1)
+    slot.owned = False
+    _bring(reader, [slot])
+    assert reader.taken == []
