@@ -1,0 +1,10 @@
+"""Every private torch name that Paceline uses, in one place, each with its reason.
+
+Nothing else imports a private torch module (tests/test_layers.py holds this), so a new torch release is checked by
+reading the files of this package. The rest of Paceline writes ``_torch.name``.
+"""
+
+from paceline._torch.autograd import *  # noqa: F403
+from paceline._torch.c10d import *  # noqa: F403
+from paceline._torch.compilation import *  # noqa: F403
+from paceline._torch.tracing import *  # noqa: F403

@@ -1,0 +1,181 @@
+"""Dynamo's entry points, backends and Inductor: what torch has no public name for.
+
+Nothing here imports the compiler by itself: the functions are called when somebody else has imported it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._C._dynamo import eval_frame
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+def skipped_by_compiler(function: AnyFunction) -> AnyFunction:
+    """torch.compile runs this function as it is, and compiles what it calls.
+
+    ``torch.compiler.disable(recursive=False)`` does the same, but imports the whole compiler at once: more than
+    a second for everybody who imports us.
+    """
+    _skip(function.__code__)
+    return function
+
+
+def hidden_from_compiler(function: AnyFunction) -> AnyFunction:
+    """torch.compile runs this function, and all it calls, as it is; ``torch.compiler.disable``, but on first use."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    _skip(cast(Any, run).__code__)
+    return cast(AnyFunction, run)
+
+
+def _skip(code: CodeType) -> None:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(code, strategy)
+
+
+COMPILER = "torch._dynamo"
+"""What ``torch.compile`` imports when it is first called, and we wait for."""
+
+
+INDUCTOR = "torch._inductor.lowering"
+"""Where Inductor looks up what to do with an operator."""
+
+
+INDUCTOR_GRAPH = "torch._inductor.graph"
+"""Where it decides whether to look."""
+
+
+def lower_as_collectives(names: Sequence[str], *, dropped: Sequence[str]) -> None:
+    """Tell Inductor that operators of ours are collectives, so that it keeps their order; others have no code.
+
+    Inductor treats an unknown operator as a pure function. It has no public way to say otherwise.
+    """
+    from torch._inductor import ir, lowering
+
+    def lower(name: str) -> None:
+        packet = getattr(torch.ops.paceline, name)
+        lowering.add_layout_constraint(packet, lowering.constrain_to_fx_strides)
+
+        @lowering.register_lowering(packet, type_promotion_kind=None)
+        def collective(*args: Any) -> Any:
+            outputs: Any = ir._CollectiveKernel.create_out_of_place(packet.default, *args)
+            return [ir.TensorBox.create(output) for output in outputs]
+
+    for name in names:
+        lower(name)
+    for name in dropped:
+        lowering.register_lowering(getattr(torch.ops.paceline, name), type_promotion_kind=None)(lambda *args: None)
+
+
+# What stands in a captured graph where gradients are switched off and on.
+set_grad_enabled = torch._C._set_grad_enabled
+
+
+def at_compile_time(function: Callable[[Any], None]) -> None:
+    """Traced by Dynamo: call ``function`` with Dynamo's context now, and leave nothing of it in the graph."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(function)
+
+
+def wrap_backend(context: Any, wrap: Callable[[Any], Any]) -> None:
+    """In a function of :func:`at_compile_time`: put ``wrap`` around the backend of the graph that is being made."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    output.compiler_fn = wrap(output.compiler_fn)
+
+
+def find_backend(name: Any, *, mode: str | None = None, options: Any = None, dynamic: bool | None = None) -> Any:
+    """The backend that ``torch.compile(backend=name, ...)`` would call."""
+    if name == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    return torch._TorchCompileWrapper(name, mode, options, dynamic)
+
+
+def compiled_call(module: Any) -> Any:
+    """What ``m.compile()`` has put in the place of the module's call; None if it was not used."""
+    return module._compiled_call_impl
+
+
+def optimized_module(module: Any) -> Any:
+    """The module inside, if ``module`` is what ``torch.compile(m)`` returns; None otherwise."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    from torch._dynamo import OptimizedModule
+
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def compile_like(compiled: Any, function: Callable[..., Any]) -> Any:
+    """``function`` compiled with the backend and options of ``compiled``, a compiled function; None if unknown.
+
+    They are nowhere but in the closure that torch.compile makes.
+    """
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    for cell in getattr(compiled, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, OptimizeContext):
+            return cell.cell_contents(function)
+    return None
+
+
+def call_with_hooks(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of the module that does not go to what ``m.compile()`` made of it."""
+    return module._call_impl(*args, **kwargs)
+
+
+def options_that_keep_order(backend: Any) -> dict[str, Any]:
+    """Arguments with which inductor leaves operators in the order of the graph; none for another backend.
+
+    To save memory it moves what nothing waits for, gradients of weights that is, to the end of backward, where
+    there is nothing left to overlap with. As an argument, since the backward is compiled later, when it first runs.
+    """
+    inner = getattr(backend, "_torchdynamo_orig_backend", backend)
+    if not isinstance(inner, torch._TorchCompileInductorWrapper) or "reorder_for_peak_memory" in inner.config:
+        return {}
+    return {"config_patches": {"reorder_for_peak_memory": False}}
+
+
+def graph_breaks() -> dict[str, int]:
+    """The reasons of Dynamo's graph breaks so far in this process, with how often each came up."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def unseen_by_compiler(function: AnyFunction) -> AnyFunction:
+    """torch.compile runs this function, and all it calls, as it is.
+
+    :func:`hidden_from_compiler` without its price a call: for hooks, which autograd calls from inside a compiled
+    function that runs a backward.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def keep_lowerings() -> None:
+    """Let Inductor's lite mode (``fallback_by_default``) treat our operators as collectives, too: it would not look."""
+    from torch._inductor import graph, lowering
+
+    torchs = graph.should_fallback_by_default
+
+    def should_fall_back(node: Any) -> bool:
+        is_ours = getattr(node.target, "namespace", "") == "paceline" and node.target in lowering.lowerings
+        return not is_ours and torchs(node)
+
+    cast(Any, graph).should_fallback_by_default = should_fall_back

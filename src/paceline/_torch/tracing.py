@@ -1,0 +1,381 @@
+"""How Dynamo sees an object: what the rows of ``paceline.tracing`` stand on.
+
+Nothing here imports the compiler by itself: the functions are called when somebody else has imported it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+
+def traced_forms() -> dict[str, Callable[..., Any]]:
+    """What the compiler traces instead of an in-place collective, by the collective's name.
+
+    We stand in for the same functions, and pass on what torch handles, so that its graphs stay as they are.
+    """
+    from torch.distributed import _functional_collectives as functional
+
+    return {original.__name__: traced for original, traced in functional.traceable_collective_remaps.items()}
+
+
+def refuse_in_graph(function: Any, *, name: str, explanation: str, hints: list[str]) -> None:
+    """Break the graph at a call of ``function``, for a reason of ours.
+
+    ``torch.compiler.disable(reason=...)`` has no place for hints, and changes what eager calls.
+    """
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.misc import LambdaVariable
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        unimplemented(
+            gb_type=f"{name} in a graph",
+            context=f"{name}(args={args}, kwargs={kwargs})",
+            explanation=explanation,
+            hints=hints,
+        )
+
+    VariableBuilder._id_dispatch()[id(function)] = lambda builder, value: LambdaVariable(refuse, source=builder.source)
+
+
+def trace_instead(original: Any, traced: Callable[..., Any]) -> None:
+    """As ``torch.compiler.substitute_in_graph``, for what that refuses: classes, and functions torch has a rule for."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    def wrap(builder: Any, value: Any) -> Any:
+        builder.install_guards(GuardBuilder.CLASS_MATCH if isinstance(value, type) else GuardBuilder.CLOSURE_MATCH)
+        # Without a source of its own it would be given the original's, and its defaults be looked for there.
+        source = AttrSource(builder.tx.import_source(traced.__module__), traced.__name__)
+        return UserFunctionVariable(cast(Any, traced), source=source)
+
+    VariableBuilder._id_dispatch()[id(original)] = wrap
+
+
+def class_instead(original: type, traced: type) -> None:
+    """Let traced code that names ``original`` see ``traced``: an abstract class that has more members."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+    def wrap(builder: Any, value: Any) -> Any:
+        builder.install_guards(GuardBuilder.CLASS_MATCH)
+        source = AttrSource(builder.tx.import_source(traced.__module__), traced.__name__)
+        return UserDefinedClassVariable(traced, source=source)
+
+    VariableBuilder._id_dispatch()[id(original)] = wrap
+
+
+def trace_as(alias: Callable[..., Any], original: Any) -> None:
+    """Let traced code of ours call ``original`` as torch traces it, by the name of ``alias``, past a row of ours."""
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    dispatch = VariableBuilder._id_dispatch()
+
+    def wrap(builder: Any, value: Any) -> Any:
+        ours = dispatch.pop(id(original))
+        try:
+            return builder._wrap(original)
+        finally:
+            dispatch[id(original)] = ours
+
+    dispatch[id(alias)] = wrap
+
+
+def answer_while_tracing(function: Callable[[Any], Any]) -> None:
+    """Call ``function`` on the real object while tracing; what it says must be part of the object's own guard.
+
+    ``torch.compiler.assume_constant_result`` does so too, but then the graph depends on which object it was.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.misc import LambdaVariable
+    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    def answer(variable: Any) -> Any:
+        return ConstantVariable.create(function(TorchScriptObjectVariable.as_python_constant(variable.realize())))
+
+    VariableBuilder._id_dispatch()[id(function)] = lambda builder, value: LambdaVariable(answer, source=builder.source)
+
+
+def guard_value_of(kind: type, attribute: str) -> None:
+    """Let graphs depend on which member of an enumeration an argument is, by its ``attribute``.
+
+    torch guards a member where it meets it first, and takes the same member from another place for granted: after
+    ``op == ReduceOp.SUM`` has been answered by a default or a table, ``op`` may become any.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    class Member(UserDefinedObjectVariable):
+        """Not of the type whose objects torch remembers by their identity."""
+
+    def wrap(builder: Any, value: Any) -> Any:
+        builder.install_guards(GuardBuilder.TYPE_MATCH)
+        install_guard(AttrSource(builder.source, attribute).make_guard(GuardBuilder.EQUALS_MATCH))
+        return Member(value, source=builder.source)
+
+    VariableBuilder._type_dispatch()[kind] = wrap
+
+
+def opaque_members(kind: type) -> dict[str, Any]:
+    """What the compiler may read of an object of ``kind``, by name. ``register_opaque_type`` takes it only once."""
+    return _opaque(kind).members
+
+
+def set_opaque_guard(kind: type, facts: Callable[[Any], list[Any]]) -> None:
+    """What must be equal for a graph to serve another object of ``kind``; torch gives groups no guard at all."""
+    _opaque(kind).guard_fn = facts
+
+
+def _opaque(kind: type) -> Any:
+    from torch._library.opaque_object import _resolve_opaque_type_info
+    from torch.distributed.device_mesh import _register_distributed_opaque_types
+
+    _register_distributed_opaque_types()
+    return _resolve_opaque_type_info(kind)
+
+
+def read_at_trace_time() -> Any:
+    """The mark of a member that is evaluated while tracing, its result being a constant of the graph."""
+    from torch._library.opaque_object import MemberType
+
+    return MemberType.USE_REAL
+
+
+def traced_into() -> Any:
+    """The mark of a member whose code is traced."""
+    from torch._library.opaque_object import MemberType
+
+    return MemberType.INLINED
+
+
+def guard_what_is_read(kind: type, *, attributes: frozenset[str], methods: frozenset[str], identity: str) -> None:
+    """Let graphs depend on what was read of an object of ``kind``, and on nothing else of it.
+
+    An opaque type has one guard for all its objects, the same whatever was read, and torch gives groups none: a graph
+    that was made for one group then serves every other. ``attributes`` and the results of ``methods`` (which take no
+    arguments) are guarded where they are read; any other use guards ``identity``, an attribute that no two share.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.misc import LambdaVariable
+    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    class Guarded(TorchScriptObjectVariable):
+        """The compiler's stand-in for an object of that kind."""
+
+        # `a is b` asks both for what they stand for, and neither about the other: so remember who was asked last.
+        asked: Any = None
+
+        def real(self) -> Any:
+            return TorchScriptObjectVariable.as_python_constant(self)
+
+        def guard(self, name: str) -> Any:
+            source: Any = AttrSource(cast(Any, self.source), name)
+            if name in methods:
+                source = CallFunctionNoArgsSource(source)
+            install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+            value = getattr(self.real(), name)
+            return ConstantVariable.create(value() if name in methods else value)
+
+        def var_getattr(self, tx: Any, name: str) -> Any:
+            if name in attributes:
+                return self.guard(name)
+            if name in methods:
+                return LambdaVariable(lambda *args, **kwargs: self.call_method(tx, name, args, kwargs))
+            self.guard(identity)
+            return super().var_getattr(tx, name)
+
+        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name in methods and not args and not kwargs:
+                return self.guard(name)
+            self.guard(identity)
+            return super().call_method(tx, name, args, kwargs)
+
+        def is_python_constant(self) -> bool:
+            return True
+
+        def as_python_constant(self) -> Any:
+            self.guard(identity)
+            return self.real()
+
+        def as_proxy(self) -> Any:
+            self.guard(identity)
+            return super().as_proxy()
+
+        def get_real_python_backed_value(self) -> Any:
+            other, Guarded.asked = Guarded.asked, self
+            if other is not None and other is not self:
+                other.guard(identity)
+                self.guard(identity)
+                Guarded.asked = None
+            return self.real()
+
+    dispatch = VariableBuilder._type_dispatch()
+
+    def wrap(builder: Any, value: Any) -> Any:
+        Guarded.asked = None
+        del dispatch[kind]
+        try:
+            variable = builder._wrap(value)
+        finally:
+            dispatch[kind] = wrap
+        if type(variable) is TorchScriptObjectVariable:
+            variable.__class__ = Guarded
+        return variable
+
+    dispatch[kind] = wrap
+
+
+def answer_about_modules(function: Callable[[Any], Any]) -> None:
+    """Call ``function`` on the real module while tracing, and let the graph serve that module only."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.misc import LambdaVariable
+
+    def answer(variable: Any) -> Any:
+        variable = variable.realize()
+        if variable.source is not None:
+            install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+        return ConstantVariable.create(function(variable.get_real_python_backed_value()))
+
+    VariableBuilder._id_dispatch()[id(function)] = lambda builder, value: LambdaVariable(answer, source=builder.source)
+
+
+def call_untraceable_hooks(number: Callable[[Any], int], with_hook: Callable[[Tensor, int], Tensor]) -> None:
+    """Let tensor hooks that cannot be traced be called by way of ``with_hook``, and let all be removed in the graph.
+
+    There is no public way to stand in for a tensor's method.
+    """
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.user_defined import RemovableHandleVariable
+
+    torchs = TensorVariable._method_register_hook
+
+    class Handle(RemovableHandleVariable):
+        """Of a hook on a tensor that is made in the graph."""
+
+        tensor: Any
+        plain: Any
+        hooked: Any
+
+        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name == "remove" and self.idx is None:
+                self.idx = self.REMOVED
+                after, before = self.hooked.node, self.plain.node
+                after.replace_all_uses_with(before)
+                if self.tensor.proxy is self.hooked:
+                    self.tensor.proxy = self.plain
+                after.graph.erase_node(after)
+                return ConstantVariable.create(None)
+            return super().call_method(tx, name, args, kwargs)
+
+    def register(self: Any, tx: Any, name: str, hook: Any) -> Any:
+        if self.source:
+            return torchs(self, tx, name, hook)
+        plain = self.proxy
+        try:
+            handle: Any = torchs(self, tx, name, hook)
+        except Unsupported:
+            hook = hook.realize()
+            if name != "register_hook" or hook.source is None:
+                raise
+            function = hook.get_function() if hasattr(hook, "get_function") else hook.as_python_constant()
+            point = ConstantVariable.create(number(function))
+            caller: Any = UserFunctionVariable(cast(Any, with_hook))
+            self.proxy = caller.call_function(tx, [self, point], {}).proxy
+            self.synchronize_attributes(tx)
+            handle = RemovableHandleVariable(mutation_type=None)
+        if type(handle) is RemovableHandleVariable and self.proxy is not plain:
+            cast(Any, handle).__class__ = Handle
+            ours = cast(Handle, handle)
+            ours.tensor, ours.plain, ours.hooked = self, plain, self.proxy
+        return handle
+
+    cast(Any, TensorVariable)._method_register_hook = register
+
+
+def compare_opaque_classes() -> None:
+    """``type(placement) == Shard``: torch's stand-in for such classes knows ``is``, and fails on ``==``."""
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.script_object import OpaqueObjectClassVariable
+
+    def compare(self: Any, tx: Any, other: Any, op: str) -> Any:
+        other = other.realize()
+        same = getattr(other, "value", None) is self.value
+        return ConstantVariable.create({"__eq__": same, "__ne__": not same}.get(op, NotImplemented))
+
+    cast(Any, OpaqueObjectClassVariable).richcompare_impl = compare
+
+
+def guard_hooks_of_modules() -> None:
+    """Let graphs depend on whether a module has backward hooks.
+
+    torch leaves that out for speed (``config.skip_nnmodule_hook_guards``, which also covers forward hooks and is not
+    ours to change): a graph that was made without hooks would serve a module that has got one, and drop its gradients.
+    """
+    from torch._dynamo.guards import GuardBuilder
+
+    torchs = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
+
+    @functools.wraps(torchs)
+    def guard_empty(self: Any, guard: Any) -> None:
+        if "_backward_" in guard.name:
+            self.SEQUENCE_LENGTH(guard)
+        else:
+            torchs(self, guard)
+
+    cast(Any, GuardBuilder).EMPTY_NN_MODULE_HOOKS_DICT = guard_empty
+
+
+def say_what_objects_say() -> None:
+    """Let what a group, mesh or placement raises while it is traced be the program's own exception.
+
+    Otherwise it ends as an internal error of the compiler, and so does reading what has no row.
+    """
+    from torch._dynamo import exc
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    def softened(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, tx: Any, name: str, *args: Any) -> Any:
+            try:
+                return method(self, tx, name, *args)
+            except exc.UnsafeScriptObjectError as error:
+                kind = type(TorchScriptObjectVariable.as_python_constant(self)).__name__
+                exc.unimplemented(
+                    gb_type=f"a member of a {kind} that has no row",
+                    context=f"{kind}.{name}",
+                    explanation=f"{name} of a {kind} cannot be read while tracing. ({str(error).splitlines()[0]})",
+                    hints=["Read it before compiled code is called, and pass the result as an argument."],
+                    from_exc=error,
+                )
+            except (AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                if type(error).__module__.startswith("torch."):
+                    raise
+                words: list[Any] = [
+                    ConstantVariable.create(word) if isinstance(word, int) else str(word) for word in error.args
+                ]
+                exc.raise_observed_exception(type(error), tx, args=words)
+
+        return call
+
+    opaque = cast(Any, TorchScriptObjectVariable)
+    opaque.var_getattr = softened(opaque.var_getattr)
+    opaque.call_method = softened(opaque.call_method)
