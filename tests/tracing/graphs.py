@@ -1,14 +1,20 @@
-"""``python -m tests.tracing.graphs [--paceline]``: the graphs of all expressions, as JSON, on a fake group of 8.
+"""``python -m tests.tracing.graphs [--paceline]``: the graphs of all expressions, on a fake group of 8.
 
-With and without Paceline, each in a process of its own, for the test that torch's own expressions keep their graphs,
-and for the table in the docs: a row that torch refuses has its error instead of graphs.
+A line of JSON an expression, as soon as it is known. With and without Paceline, each in a process of its own, for the
+test that torch's own expressions keep their graphs, and for the table in the docs: a row that torch refuses has its
+error instead of graphs.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +22,12 @@ import torch.distributed as dist
 
 from tests.tracing.expressions import EXPRESSIONS
 from tests.tracing.row import Expression, Place, difference
+from tests.tracing.runner import ALLOWED_WARNINGS
 
 FAKE_RANKS = 8
+ROOT = Path(__file__).resolve().parents[2]
+# Holds the whole output, so that the process does not stop where nobody reads yet.
+PIPE_BYTES = 2**20
 
 
 def drawing(graph: torch.fx.Graph) -> str:
@@ -49,26 +59,78 @@ def graphs_of(expression: Expression, place: Place) -> dict[str, Any]:
     return {"graphs": graphs, "wrong": difference(got, want, values=False)}
 
 
-def on_fake_group(_rank: int = 0, _size: int = 1) -> dict[str, dict[str, Any]]:
+def on_fake_group() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every expression that a fake group can run, as rank 1 of many."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=FAKE_RANKS)
     place = Place(1, FAKE_RANKS)
-    try:
-        return {e.id: graphs_of(e, place) for e in EXPRESSIONS if e.fake}
-    finally:
-        torch._dynamo.reset()
-        dist.destroy_process_group()
+    for expression in EXPRESSIONS:
+        if expression.fake:
+            yield expression.id, graphs_of(expression, place)
+    dist.destroy_process_group()
+
+
+class Outcomes:
+    """Of the expressions on a fake group, by id, from a process that is still at work on them."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.tracing.graphs", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            pipesize=PIPE_BYTES,
+        )
+
+    def __getitem__(self, row: str) -> dict[str, Any]:
+        while row not in self._known and self._read():
+            pass
+        return self._known[row]
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        while self._read():
+            pass
+        return self._known
+
+    def _read(self) -> bool:
+        """Wait for one more; False if that was all."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            name, outcome = json.loads(line)
+            self._known[name] = outcome
+        elif self._process.wait() != 0:
+            self._errors.seek(0)
+            raise RuntimeError(f"the process that makes graphs has failed:\n{self._errors.read()}")
+        return bool(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
 
 
 def main(arguments: list[str]) -> None:
     if "--paceline" in arguments:
         import paceline  # noqa: F401
+
+        warnings.simplefilter("error")
+        for message, category in ALLOWED_WARNINGS:
+            warnings.filterwarnings("ignore", message, category)
     else:
         assert "paceline" not in sys.modules
-    warnings.simplefilter("ignore")
-    json.dump(on_fake_group(), sys.stdout)
+        warnings.simplefilter("ignore")
+    # What torch prints is not part of the answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for answer in on_fake_group():
+        json.dump(answer, answers)
+        answers.write("\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from tests.tracing.row import Expression, Place, difference
 EAGER = "not compiled"
 # How long ranks wait for each other before a row counts as failed.
 PATIENCE_S = 20
+# How long a run may take: less than pytest allows for a test, and ten times what the longest takes on an idle machine.
+LIMIT_S = 170
 ALLOWED_WARNINGS = (
     # Names that torch has begun to rename; people write the old ones.
     (r".*deprecated", FutureWarning),
@@ -34,7 +36,7 @@ def outcomes(
     """For each row, what is wrong with it on some rank, or None."""
     found: dict[str, str | None] = {}
     left = list(ids)
-    limits = {"timeout": 170, "allow_warnings": ALLOWED_WARNINGS}
+    limits = {"timeout": LIMIT_S, "allow_warnings": ALLOWED_WARNINGS}
     while left:
         by_rank = pool_run(_on_ranks, left, backend, world_size=world_size, group_timeout_s=PATIENCE_S, **limits)
         done = max(len(answer) for answer in by_rank)

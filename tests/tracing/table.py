@@ -5,11 +5,8 @@ With ``--check`` nothing is written, and it fails if the file is not what would 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +14,11 @@ import torch
 from paceline.tracing.installation import rows
 from paceline.tracing.registry import RefusalRow
 from tests.tracing.expressions import EXPRESSIONS
+from tests.tracing.graphs import ROOT, Outcomes
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "tracing.md"
 POINTS = {1: "Process groups", 2: "Device meshes", 3: "Placements and DTensor", 4: "Collectives", 5: "Hooks"}
 YES = "one graph"
-
-
-def outcomes(*arguments: str) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.tracing.graphs", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
 
 
 def verdict(outcome: dict[str, Any] | None) -> str:
@@ -44,7 +35,7 @@ def _row(*cells: str) -> str:
 
 
 def expressions_table() -> str:
-    plain, ours = outcomes(), outcomes("--paceline")
+    plain, ours = (running.all() for running in (Outcomes(), Outcomes("--paceline")))
     lines = []
     counts: Counter[str] = Counter()
     for point, title in POINTS.items():

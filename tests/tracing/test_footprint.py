@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.tracing.expressions import EXPRESSIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -51,14 +55,14 @@ def test_importing_costs_little_and_imports_no_compiler():
     raise AssertionError(f"importing paceline takes {answer['seconds']} s more than importing torch")
 
 
-def test_what_torch_traces_keeps_its_graphs(fake_outcomes):
-    plain = _answer(_start("-m", "tests.tracing.graphs"))
-    traced = {name: answer["graphs"] for name, answer in plain.items() if "graphs" in answer}
-    assert len(traced) > 150
+@pytest.mark.parametrize("point", [1, 2, 3, 4, 5])
+def test_what_torch_traces_keeps_its_graphs(fake_outcomes, plain_outcomes, point):
+    rows = [e.id for e in EXPRESSIONS if e.fake and e.point == point]
+    traced = [row for row in rows if "graphs" in plain_outcomes[row]]
+    assert len(traced) > 5
     # What we add must be an addition: torch learning a row by itself is the time to drop ours.
-    assert len(plain) - len(traced) > 50
-    changed = [name for name, graphs in traced.items() if fake_outcomes[name].get("graphs") != graphs]
-    assert changed == []
+    assert len(traced) < len(rows)
+    assert [row for row in traced if fake_outcomes[row].get("graphs") != plain_outcomes[row]["graphs"]] == []
 
 
 CACHED = """
