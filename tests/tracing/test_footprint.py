@@ -100,3 +100,24 @@ def test_a_second_run_hits_the_compile_cache(tmp_path):
     assert first["miss"] > 0
     assert second["hit"] > 0
     assert second["miss"] == second["bypass"] == 0
+
+
+ANOTHER_GROUP = """
+import json
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import paceline
+
+lengths = []
+for size in (3, 2):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    lengths.append(len(torch.distributed.nn.functional.all_gather(torch.ones(1))))
+    dist.destroy_process_group()
+print(json.dumps(lengths))
+"""
+
+
+def test_a_group_that_is_made_anew_is_the_default_of_differentiable_collectives():
+    # torch's own default would be the group of the first compilation.
+    assert _answer(_start("-c", ANOTHER_GROUP)) == [3, 2]

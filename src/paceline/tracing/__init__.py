@@ -14,6 +14,11 @@ to call. What traces, in plain torch and with Paceline, is listed in ``docs/trac
 
 from __future__ import annotations
 
+# The functions of this module have the default group of the moment it is imported as their default argument. torch's
+# compiler imports it on the first compilation: after a group was destroyed and made anew, they would go on with the one
+# that is gone, and hang. Imported here, before there is a group, they ask for the default group of the day.
+import torch.distributed.nn.functional  # noqa: F401
+
 from paceline import _torch
 from paceline.tracing.arrival import when_imported
 
