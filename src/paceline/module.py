@@ -195,7 +195,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
         self._buffer_sync = BufferSync(self.module, ignored=frozenset(self.parameters_to_ignore))
         if verify:
-            channel.agree("parameters or options", self._option_rows() + roster.rows(), SPEC_FIELDS)
+            channel.compare("parameters or options", self._option_rows() + roster.rows(), SPEC_FIELDS)
         # Only now: a wrapper that could not be made must not leave hooks on the module.
         self._reducer = Reducer(roster, group=self.process_group, channel=channel, options=options, reread=reread)
         self._hook_names: list[str] = []
@@ -602,7 +602,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._reducer.check_idle("The process group was changed")
         group = choose_group(group, None)
         channel = Channel(group)
-        channel.agree("parameters or options", self._option_rows() + self._read_roster().rows(), SPEC_FIELDS)
+        channel.compare("parameters or options", self._option_rows() + self._read_roster().rows(), SPEC_FIELDS)
         self.process_group = group
         self._reducer.move_to(group, channel)
 

@@ -348,7 +348,7 @@ class Reducer:
         if not any(spec.requires_grad for spec in newer.specs):
             raise StateError(f"No trainable parameter is left ({reason}); there is nothing to synchronise.")
         self.channel.announce_replan(reason, step=self.telemetry.steps)
-        self.channel.agree("parameters after a change", newer.rows(), SPEC_FIELDS)
+        self.channel.compare("parameters after a change", newer.rows(), SPEC_FIELDS)
         # Only now: if ranks differ, the change is still there to be noticed by the next backward.
         self.adopt(newer)
 

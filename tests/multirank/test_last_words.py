@@ -99,7 +99,7 @@ class _Speaker:
         self.fails = fails
         self.heard: list[BaseException | None] = []
 
-    def report(self, where: str, error: BaseException | None) -> None:
+    def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
         if self.fails:
             raise OSError("the store is gone")
         self.heard.append(error)

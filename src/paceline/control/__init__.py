@@ -1,5 +1,15 @@
-"""The control channel: what ranks tell each other besides gradients. Over the store, no pickle."""
+"""The control channel: what ranks tell each other besides gradients. Over the store, no pickle.
 
-from paceline.control.channel import OPTION, Channel, Failure
+- ``wire``: messages, typed and sealed; ``board``: where they are put up and read
+- ``agreement``: everybody contributes, everybody learns the same
+- ``failure``: news of a rank that failed, with the line of ``user_code``
+- ``channel``: agreement, news of failure and watchful waits, for one wrapped module
+- ``last_words``: telling the others of an exception that ends the program
+"""
 
-__all__ = ["OPTION", "Channel", "Failure"]
+from paceline.control.agreement import VALUE_LIMIT_BYTES, Agreement
+from paceline.control.channel import Channel
+from paceline.control.difference import OPTION
+from paceline.control.failure import Failure
+
+__all__ = ["OPTION", "VALUE_LIMIT_BYTES", "Agreement", "Channel", "Failure"]

@@ -20,7 +20,7 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 class Speaker(Protocol):
-    def report(self, where: str, error: BaseException | None) -> None:
+    def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
         """Tell the other ranks that this one raised."""
 
 
@@ -49,7 +49,7 @@ def _chain(before: ExceptHook) -> ExceptHook:
             for speaker in list(_speakers):
                 # The person must get to read the first cause, whatever happens here.
                 with contextlib.suppress(Exception):
-                    speaker.report("its program", error)
+                    speaker.report("its program", error, final=True)
         before(kind, error, traceback)
 
     return hook

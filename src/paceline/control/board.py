@@ -1,0 +1,59 @@
+"""A channel's part of the store: messages that are put up under a key, and read where they are expected."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.control import wire
+from paceline.control.wire import BadMessageError, Field, Kind
+
+_log = logging.getLogger("paceline.control")
+
+
+class Board:
+    """Sealed messages by key. What is no message, or not the one that belongs under a key, counts as not there."""
+
+    def __init__(self, store: dist.Store, *, name: str) -> None:
+        """``name`` tells this board from others of the job, so that a message of one is refused by another."""
+        # Any: torch's stubs know text only, and stores take bytes.
+        self.store: Any = store
+        self.name = name
+        self._refused: set[str] = set()
+
+    def put(self, key: str, kind: Kind, *fields: Field) -> None:
+        self.store.set(key, wire.encode(kind, *fields, place=f"{self.name}/{key}"))
+
+    def put_first(self, key: str, kind: Kind, *fields: Field) -> None:
+        """Put it up unless there is something already, which then stays."""
+        self.store.compare_set(key, "", wire.encode(kind, *fields, place=f"{self.name}/{key}"))
+
+    def blank(self, key: str) -> None:
+        """Take a message back. Not deleted: another rank may be about to read it, and would wait for it."""
+        self.store.set(key, "")
+
+    def delete(self, key: str) -> None:
+        """Remove what nobody will read any more."""
+        self.store.delete_key(key)
+
+    def has(self, *keys: str) -> bool:
+        """Whether there is something under every key."""
+        return bool(self.store.check(list(keys)))
+
+    def read(self, key: str, kind: Kind) -> tuple[Field, ...] | None:
+        """The message under ``key``; None if there is none, it was taken back, or it is refused."""
+        if not self.has(key):
+            return None
+        data: bytes = self.store.get(key)
+        if not data:
+            return None
+        try:
+            return wire.decode(kind, data, place=f"{self.name}/{key}")
+        except BadMessageError as error:
+            # Once for a key, and for some keys only: who fills the store with garbage must not fill the log.
+            if key not in self._refused and len(self._refused) < 16:
+                self._refused.add(key)
+                _log.warning("A message on the control channel was refused (%s): %s.", key, error)
+            return None
