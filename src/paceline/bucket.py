@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.futures import Future
 
 from paceline import _torch
@@ -56,6 +57,8 @@ class Slot:
     """A parameter's place in a bucket, and whether its gradient is there already."""
 
     __slots__ = (
+        "accumulator",
+        "awaits_stand_in",
         "base",
         "bucket",
         "deferred",
@@ -88,6 +91,7 @@ class Slot:
         self.steps_in_backward = False
         """An optimizer waits for the averaged gradient."""
         self.view: Tensor | None = None
+        self.accumulator: Node | None = None
         self.base: Tensor | None = None
         """A gradient that must survive unscaled until after the reduction (weighted averaging)."""
         self.forget()
@@ -95,8 +99,16 @@ class Slot:
     def forget(self) -> None:
         """Drop what a backward has left."""
         self.filled = False
+        self.awaits_stand_in = False
+        """[Note: early gradients] in early.py: autograd has yet to bring zeros in the place of what was taken."""
         self.late: Tensor | None = None
         self.saved: Tensor | None = None
+
+    def node(self) -> Node:
+        """Where autograd accumulates the gradient. Kept: asking for it costs more than what it is asked for."""
+        if self.accumulator is None:
+            self.accumulator = _torch.accumulate_grad_node(self.param)
+        return self.accumulator
 
     def absorb(self, scale: float, factor: Tensor | None = None) -> bool:
         """Move what ``param.grad`` holds into the bucket, scaled; ``param.grad`` is None afterwards.
@@ -124,7 +136,7 @@ class Slot:
         return True
 
     def absorb_early(self, grad: Tensor, scale: float, factor: Tensor | None = None) -> None:
-        """Add ``grad``, which autograd has not brought yet, to what is there."""
+        """Add ``grad``, which did not come through autograd, to what is there."""
         view = self.view
         assert view is not None
         if not self.filled:

@@ -29,6 +29,9 @@ class Reader(Protocol):
     def gradients_ready(self) -> None:
         """Take out what the inbox holds."""
 
+    def brings_more(self, slot: Slot) -> bool:
+        """What stands for a gradient that was taken early has come; whether something else came with it."""
+
 
 class Inbox:
     """The slots whose gradients have come, in order, and when to call the reader."""
@@ -78,6 +81,11 @@ class Inbox:
         def grad_ready(param: Tensor) -> None:
             if not slot.owned:
                 return
+            if slot.awaits_stand_in:
+                # At once: it must not be there when autograd has something else to add to it.
+                reader = self._reader()
+                if reader is None or not reader.brings_more(slot):
+                    return
             append(slot)
             if slot.prompt or len(slots) >= self.limit:
                 reader = self._reader()

@@ -59,7 +59,7 @@ class Layout:
         """Whether it has been tried to put the buckets into memory that the ranks share."""
         slot_of = {slot.index: slot for slot in slots.values()}
         for slot in slot_of.values():
-            slot.view, slot.bucket = None, -1
+            slot.view, slot.bucket, slot.accumulator = None, -1, None
         self.buckets = [Bucket(spec, [slot_of[i] for i in spec.params]) for spec in plan.buckets]
         self.slots = sorted((s for b in self.buckets for s in b.slots), key=lambda slot: slot.index)
         """By place: the trainable parameters of the plan in registration order."""

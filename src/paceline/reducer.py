@@ -9,13 +9,6 @@ checkpointing that is used twice: two times; an unused parameter: never). A buck
 gradients has come that often. A contribution that comes after that is kept aside; the last bucket's status
 tells everybody, and those buckets travel a second time with only what was late. Summing is linear, so the
 result is right; and from then on the bucket waits for that contribution.
-
-[Note: early gradients]
-A compiled backward is one node to autograd, which hands out all of its gradients when it has ended. So the graph
-itself reports gradients as soon as they exist (``paceline.compiler``), and they are absorbed then. Autograd brings
-them once more, at the end: what was reported is known by its memory, and dropped. It is a notice, not a promise: in
-a backward without synchronisation, with ``create_graph=True``, for a parameter with hooks of the user's, the notice
-is ignored and what autograd brings counts.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from paceline import _torch
+from paceline import _torch, early
 from paceline.bucket import Bucket, CommHook, Slot, absorb_together
 from paceline.control import Channel
 from paceline.courier import Courier
@@ -80,6 +73,7 @@ class Reducer:
         self.has_rebuilt = False
         self._reread = reread
         self._inbox = Inbox(self)
+        self._stand_ins = early.StandIns()
         self._step = Step()
         self._slots_by_id: dict[int, Slot] = {}
         self._layout: Layout
@@ -372,8 +366,6 @@ class Reducer:
         # The hottest code there is: it sees each of a thousand small parameters in every step.
         step = self._step
         slots = self._inbox.take()
-        if step.early:
-            slots = [slot for slot in slots if slot.place not in step.early or self._has_rest(slot)]
         if not step.syncing:
             self._settle(slots)
             return
@@ -413,80 +405,34 @@ class Reducer:
             return False
         return not self._layout.buckets[slot.bucket].spec.sparse
 
-    def gradients_early(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """[Note: early gradients]: a compiled backward has made these (parameter, gradient)."""
-        if not _torch.reaches_everything():
-            # autograd.grad(), or backward(inputs=...): not all that is computed is accumulated.
-            pairs = [pair for pair in pairs if _torch.will_execute(_torch.accumulate_grad_node(pair[0]))]
-        slots = self._slots_by_id
-        come = [(slots[id(param)], grad) for param, grad in pairs if id(param) in slots]
-        if not come:
-            return
+    def gradients_early(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """[Note: early gradients] in early.py: a compiled backward has made these (parameter, gradient).
+
+        Gives, for each, what it should hand to autograd.
+        """
         try:
+            come = [(self._slots_by_id[id(param)], grad) for param, grad in pairs]
             if self.phase is not Phase.BACKWARD:
+                if not any(_torch.will_execute(slot.node()) for slot, _ in come):
+                    return [grad.clone() for _, grad in pairs]
                 self._start_backward()
             step = self._step
-            if step.syncing and not step.create_graph:
-                # In the order in which they came, should autograd have brought others in between.
-                self._take_in()
-                with torch.no_grad():
-                    self._take_early(come)
+            if step.create_graph:
+                return [grad.clone() for _, grad in pairs]
+            # In the order in which they came, should autograd have brought others in between.
+            self._take_in()
+            with torch.no_grad():
+                going_on = early.take(come, step, self.ledger.used, self._stand_ins)
+            if step.syncing:
                 self._launch_complete()
+            return going_on
         except BaseException as error:
             self._tell_others(error)
             raise
 
-    def _take_early(self, come: list[tuple[Slot, Tensor]]) -> None:
-        step, used = self._step, self.ledger.used
-        views: list[Tensor] = []
-        grads: list[Tensor] = []
-        for slot, grad in come:
-            place, number = slot.place, slot.bucket
-            if not slot.owned or slot.view is None or _torch.has_tensor_hooks(slot.param):
-                # Not ours, in no dense bucket, or a hook is to see it first: autograd will bring it.
-                continue
-            # Not the tensor itself: autograd has to be able to make it param.grad without a copy.
-            held = grad.detach()
-            step.early.setdefault(place, []).append(held)
-            step.fires[place] += 1
-            used[place] = 1.0
-            if number < step.next_bucket:
-                slot.late = held if slot.late is None else slot.late + held
-                step.late.add(number)
-                continue
-            if slot.deferred and not slot.filled and slot.param.grad is None:
-                views.append(slot.view)
-                grads.append(grad)
-                slot.filled = True
-            elif slot.deferred:
-                slot.absorb_early(grad, 1.0)
-            else:
-                slot.absorb_early(grad, step.scale, step.factor)
-            if step.observing:
-                step.order.append(place)
-            step.left[place] -= 1
-            if step.left[place] == 0:
-                step.bucket_left[number] -= 1
-        if views:
-            _torch.copy_each(views, grads)
-
-    def _has_rest(self, slot: Slot) -> bool:
-        """Autograd brings what was reported early; whether it brings something else with it, which stays."""
-        reported = self._step.early.pop(slot.place)
-        grad = slot.param.grad
-        if grad is None:
-            return False
-        with torch.no_grad():
-            if len(reported) > 1 or grad.data_ptr() != reported[0].data_ptr():
-                # Autograd has added something up: it did so in new memory, as what was reported is held here.
-                known = reported[0]
-                for other in reported[1:]:
-                    known = known + other
-                if not torch.equal(grad, known):
-                    slot.param.grad = grad - known
-                    return True
-            slot.param.grad = None
-            return False
+    def brings_more(self, slot: Slot) -> bool:
+        """Autograd has brought what stands for a gradient that was taken early; whether more came with it."""
+        return early.brings_more(slot, self._step, self._stand_ins)
 
     def _out_of_turn(self, slot: Slot) -> None:
         """A gradient that belongs to another wrapper, to no bucket, or to one that has left."""
@@ -604,6 +550,8 @@ class Reducer:
         self.on_finish.clear()
         self.ledger.used = [0.0] * len(self._layout.slots)
         self.weighing.end_backward()
+        if not self._step.syncing:
+            early.give_back(self._layout.slots)
         for slot in self._layout.slots:
             slot.base = None
             slot.forget()

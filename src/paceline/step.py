@@ -57,8 +57,6 @@ class Step:
     order: list[int] = field(default_factory=list)
     late: set[int] = field(default_factory=set)
     came_though_left_out: set[str] = field(default_factory=set)
-    early: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By place: what a compiled backward has reported already, and autograd has yet to bring."""
 
 
 class ForwardToken:

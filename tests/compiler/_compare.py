@@ -64,7 +64,7 @@ class Watch:
         def gradients_early(pairs):
             self._inside = True
             try:
-                report(pairs)
+                return report(pairs)
             finally:
                 self._inside = False
 

@@ -133,14 +133,9 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-@functools.cache
-def _stray_node() -> Node:
-    return accumulate_grad_node(torch.zeros((), requires_grad=True))
-
-
-def reaches_everything() -> bool:
-    """Whether the running backward is a plain ``backward()``: then it would run any node, even one it has not got."""
-    return will_execute(_stray_node())
+def post_accumulate_hooks(tensor: Tensor) -> Sequence[Callable[..., Any]]:
+    """The hooks of ``register_post_accumulate_grad_hook``; they are only in this attribute."""
+    return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
 def backward_hook_ids(module: torch.nn.Module) -> tuple[list[int], list[int]]:

@@ -4,9 +4,9 @@
 caches see one operator with a name, and AOTAutograd, or autograd itself under the ``eager`` backend, sees the
 autograd function inside.
 
-``report`` says that it changes the gradients it is given, which it does not. So compilers neither remove it nor
-move the use of a gradient ahead of it, need no copy of the gradient for it, and hand out the very tensors that were
-reported: that is how the reducer knows them again.
+``report`` hands gradients over to the reducer, and returns what the graph goes on with (see
+[Note: early gradients] in early.py). Its results are outputs of the graph, so compilers neither remove it nor move it
+behind other uses of them; and it is a function like any other to them: nothing is copied for it.
 
 ``enter`` and ``leave`` mark where a wrapper's forward begins and ends. They are taken out of the graph before a
 backend sees it (see ``run``); called as they are, they do the same.
@@ -45,9 +45,14 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         members = [n for n, grad in enumerate(grads) if grad is not None]
-        if members:
-            torch.ops.paceline.report([grads[n] for n in members], ctx.key, members)
-        return (None, *grads)
+        # With create_graph=True gradients belong to a graph of their own, which has to come through autograd.
+        if not members or torch.is_grad_enabled():
+            return (None, *grads)
+        going_on = torch.ops.paceline.report([grads[n] for n in members], ctx.key, members)
+        result = list(grads)
+        for n, grad in zip(members, going_on, strict=True):
+            result[n] = grad
+        return (None, *result)
 
 
 def _tap(params: Sequence[Tensor], key: str) -> list[Tensor]:
@@ -60,10 +65,12 @@ def _tap(params: Sequence[Tensor], key: str) -> list[Tensor]:
 
 
 @_torch.unseen_by_compiler
-def _report(grads: Sequence[Tensor], key: str, members: Sequence[int]) -> None:
-    # With create_graph=True gradients belong to a graph of their own, which has to come through autograd.
-    if not torch.is_grad_enabled():
-        taps.report(key, members, grads)
+def _report(grads: Sequence[Tensor], key: str, members: Sequence[int]) -> list[Tensor]:
+    return taps.report(key, members, grads)
+
+
+def _report_fake(grads: Sequence[Tensor], key: str, members: Sequence[int]) -> list[Tensor]:
+    return [torch.empty_like(grad) for grad in grads]
 
 
 def _nothing(*args: Any) -> None:
@@ -71,9 +78,9 @@ def _nothing(*args: Any) -> None:
 
 
 _define("tap(Tensor[] params, str key) -> Tensor[]", _tap, "CompositeImplicitAutograd")
-_define("report(Tensor(a!)[] grads, str key, int[] members) -> ()", _report, "CompositeExplicitAutograd")
+_define("report(Tensor[] grads, str key, int[] members) -> Tensor[]", _report, "CompositeExplicitAutograd")
 _library.impl("report", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("paceline::report", _nothing, lib=_library)
+torch.library.register_fake("paceline::report", _report_fake, lib=_library)
 
 
 # As an operator, since Dynamo would trace the autograd function otherwise, which it cannot do without warnings.

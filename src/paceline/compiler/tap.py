@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -106,15 +106,14 @@ def register_tap(reducer: Reducer, params: Sequence[Tensor]) -> str:
     raise AssertionError
 
 
-def report(key: str, members: Sequence[int], grads: Sequence[Tensor]) -> None:
-    """A compiled backward has made ``grads`` for these ``members`` of the tap.
-
-    Only an early notice: autograd brings the same gradients when the graph has ended, and whatever is not taken
-    here is taken there.
-    """
+def report(key: str, members: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+    """A compiled backward has made ``grads`` for these ``members`` of the tap; what it hands to autograd for them."""
     tap = _taps.get(key)
     reducer = tap.reducer() if tap is not None else None
     if tap is None or reducer is None:
-        return
+        return [grad.clone() for grad in grads]
     params = [tap.params[member]() for member in members]
-    reducer.gradients_early([(param, grad) for param, grad in zip(params, grads, strict=True) if param is not None])
+    if not all(param is not None and reducer.reduces(param) for param in params):
+        # Frozen since, or replaced: autograd knows what to do with them.
+        return [grad.clone() for grad in grads]
+    return reducer.gradients_early(list(zip(cast("list[Tensor]", params), grads, strict=True)))
