@@ -252,8 +252,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if torch.compiler.is_dynamo_compiling():
             if torch.compiler.is_exporting():
                 return self.module(*inputs, **kwargs)
-            if self._swap is None:
-                return self._traced_forward(*inputs, **kwargs)
+            return self._traced_forward(*inputs, **kwargs)
         return self._plain_forward(*inputs, **kwargs)
 
     def _traced_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -266,7 +265,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.placement.device_ids:
             inputs = move_to_device(inputs, self.placement.device)
             kwargs = move_to_device(kwargs, self.placement.device)
-        output = self.module(*inputs, **kwargs)
+        output = self.module(*inputs, **kwargs) if self._swap is None else self._swap.traced(inputs, kwargs)
         if torch.is_grad_enabled() and self.module.training and not needs_grad(output):
             # No parameter is used on this rank, yet a backward of the output must be noticed.
             for name, param in self.module.named_parameters():

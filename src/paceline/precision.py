@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from paceline import _torch
@@ -45,6 +46,7 @@ class Swap:
     def __init__(self, module: nn.Module, config: Any, *, ignored: frozenset[str]) -> None:
         self._dtype: torch.dtype | None = config.param_dtype
         self._root = module
+        self._ignored_names = ignored
         self._ignored = {id(param) for name, param in module.named_parameters() if name in ignored}
         self._running: list[object] = []
         self._replaced: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -65,6 +67,22 @@ class Swap:
                 name = f"{prefix}.{key}" if prefix else key
                 if buffer is not None and buffer.is_floating_point() and name not in ignored:
                     owner._buffers[key] = buffer.to(dtype)
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward as the compiler traces it: the same casts, as values of the graph.
+
+        Nothing is put into the module there: the hooks leave that to this function (see :class:`_WeakHook`).
+        """
+        if self._dtype is None:
+            return self._root(*args, **kwargs)
+        casts = {
+            name: param.to(self._dtype)
+            for name, param in self._root.named_parameters()
+            if param.is_floating_point() and name not in self._ignored_names
+        }
+        return functional_call(
+            self._root, casts, cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype), tie_weights=True
+        )
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._running.append(module)
@@ -123,6 +141,8 @@ class _WeakHook:
         self._method = method
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return None
         swap = None if self._swap is None else self._swap()
         return None if swap is None else getattr(swap, self._method)(*args)
 

@@ -149,6 +149,11 @@ class Reducer:
     def reduces(self, param: Tensor) -> bool:
         return id(param) in self._slots_by_id
 
+    def owns(self, param: Tensor) -> bool:
+        """Whether it is reduced here, and not by another wrapper of the same parameter."""
+        slot = self._slots_by_id.get(id(param))
+        return slot is not None and slot.owned
+
     def name_of(self, param: Tensor) -> str:
         return self._slots_by_id[id(param)].name
 
@@ -398,12 +403,21 @@ class Reducer:
 
     # -- gradients of a compiled backward ------------------------------------------------------------
 
-    def takes_early(self, param: Tensor) -> bool:
-        """Whether a compiled backward should report ``param``'s gradient as soon as it exists."""
-        slot = self._slots_by_id.get(id(param))
-        if slot is None or slot.param is not param or not slot.owned or slot.bucket < 0 or not self.active:
-            return False
-        return not self._layout.buckets[slot.bucket].spec.sparse
+    def why_not_early(self, param: Tensor) -> str | None:
+        """Why a compiled backward should not hand ``param``'s gradient over as soon as it exists; None if it should.
+
+        Only of parameters that this one owns.
+        """
+        slot = self._slots_by_id[id(param)]
+        if not self.active:
+            return "there is one rank only"
+        if slot.bucket < 0:
+            return "no rank used it in the first step (skip_all_reduce_unused_params)"
+        if self._layout.buckets[slot.bucket].spec.sparse:
+            return "its gradient is sparse"
+        if len(self._layout.buckets) == 1:
+            return "there is one bucket, which leaves when backward has ended"
+        return None
 
     def gradients_early(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """[Note: early gradients] in early.py: a compiled backward has made these (parameter, gradient).

@@ -46,6 +46,8 @@ class Seen:
     rounds: list[int] = field(default_factory=list)
     """Per synchronised backward: how many collectives of buckets there were."""
     taps: int = 0
+    more: int = 0
+    """Gradients that autograd brought together with stand-ins of early ones, or instead of them."""
     reasons: list[str] = field(default_factory=list)
 
 
@@ -59,6 +61,7 @@ class Watch:
         self._inside = False
         self._count = self._sent = 0
         report, launch, finish = reducer.gradients_early, reducer._launch, reducer._finish
+        brings_more = reducer.brings_more
         start = reducer.courier.start
 
         def gradients_early(pairs):
@@ -67,6 +70,11 @@ class Watch:
                 return report(pairs)
             finally:
                 self._inside = False
+
+        def counted_more(slot):
+            more = brings_more(slot)
+            self.seen.more += more
+            return more
 
         def _launch(bucket):
             self._count += self._inside
@@ -83,7 +91,7 @@ class Watch:
             self._count = self._sent = 0
 
         reducer.gradients_early, reducer._launch, reducer._finish = gradients_early, _launch, _finish
-        reducer.courier.start = counted
+        reducer.courier.start, reducer.brings_more = counted, counted_more
 
     def result(self) -> Seen:
         self.seen.graphs = counters["stats"]["unique_graphs"]
@@ -94,11 +102,11 @@ class Watch:
         return self.seen
 
 
-def same_grads(eager: nn.Module, other: nn.Module, what: str = "") -> None:
+def same_grads(eager: nn.Module, other: nn.Module, what: str = "", *, rtol: float = RTOL, atol: float = ATOL) -> None:
     for (name, a), b in zip(eager.named_parameters(), other.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), f"{what} {name}: {a.grad} {b.grad}"
         if a.grad is not None:
-            torch.testing.assert_close(b.grad.to_dense(), a.grad.to_dense(), rtol=RTOL, atol=ATOL, msg=f"{what} {name}")
+            torch.testing.assert_close(b.grad.to_dense(), a.grad.to_dense(), rtol=rtol, atol=atol, msg=f"{what} {name}")
 
 
 def in_sync(model: nn.Module) -> None:
@@ -119,6 +127,8 @@ def compare(
     prepare: Callable[[DDP], None] = lambda ddp: None,
     zero: bool = True,
     synced: bool = True,
+    rtol: float = RTOL,
+    atol: float = ATOL,
     **options: Any,
 ) -> Seen:
     """Train an eager wrapper and a compiled one alike; gradients must be the same after each step."""
@@ -136,7 +146,7 @@ def compare(
             if zero:
                 optimizer.zero_grad()
             step(model, rank, n)
-        same_grads(eager, ours, f"step {n}")
+        same_grads(eager, ours, f"step {n}", rtol=rtol, atol=atol)
         for optimizer in optimizers:
             optimizer.step()
     for (name, a), b in zip(eager.named_buffers(), ours.buffers(), strict=True):

@@ -152,7 +152,7 @@ def test_graph_breaks_are_counted_across(ranks, how):
 
 
 def _named(rank, size):
-    torch._dynamo.register_backend(paceline.compiler.backend, name="paceline")
+    assert "paceline" in torch._dynamo.list_backends()
     return compare(rank, stack, compile=functools.partial(torch.compile, backend="paceline"))
 
 
@@ -199,11 +199,14 @@ def _sparse(rank, size):
         def forward(self, x):
             return self.last(self.embed((x.abs() * 3).long().clamp(max=9)))
 
-    return compare(rank, Words, compile=functools.partial(torch.compile, backend="aot_eager"))
+    compare(rank, Words, compile=functools.partial(torch.compile, backend="aot_eager"))
+    return paceline.explain(DDP(Words(), bucket_cap_mb=600 / 2**20), batch(rank))
 
 
-def test_sparse_gradients_fall_back(ranks):
-    ranks(_sparse)
+def test_sparse_gradients_fall_back_with_a_reason(ranks):
+    for found in ranks(_sparse):
+        assert found.untapped["embed.weight"] == "its gradient is sparse"
+        assert "reported by no graph, as its gradient is sparse: embed.weight" in str(found)
 
 
 def _moved(rank, size):

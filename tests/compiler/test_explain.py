@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,38 @@ def test_breaks_and_their_reasons(ranks):
         assert len(found.graphs) == 2
         assert sum(found.breaks.values()) >= 1
         assert any("graph_break" in reason for reason in found.breaks)
+
+
+def _logged(rank, size):
+    """The plan and the placement, in one table, once."""
+    torch._dynamo.reset()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("paceline.compiler")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        ddp = DDP(stack(), bucket_cap_mb=600 / 2**20)
+        compiled = torch.compile(ddp, backend="aot_eager", dynamic=False)
+        for n in range(6):
+            # Compiled a second time, for another shape: not a reason to say it again.
+            compiled(batch(rank, n, 3 + n // 4, 8)).sum().backward()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return told, len(ddp.plan.buckets)
+
+
+def test_the_plan_and_the_placement_are_logged_once(ranks):
+    for told, n_buckets in ranks(_logged):
+        (table,) = told
+        lines = table.splitlines()
+        assert lines[1].split() == ["bucket", "MB", "params", "starts", "at"]
+        assert len(lines) == 3 + n_buckets
+        assert "of backward" in lines[2]
+        assert lines[-2].endswith("the end of backward")
 
 
 def _not_a_wrapper(rank, size):

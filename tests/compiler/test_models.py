@@ -64,9 +64,11 @@ def _bert(rank, size, backend, options):
     return watch.result()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static_graph"])
-def test_bert(ranks, options):
-    for seen in ranks(_bert, "aot_eager", options, allow_warnings=WARNINGS, timeout=300):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_bert(ranks, backend, options):
+    for seen in ranks(_bert, backend, options, allow_warnings=WARNINGS, timeout=560):
         assert seen.graphs == 1
         assert seen.early[-1] > 1
         assert seen.rounds[-1] == seen.buckets

@@ -6,7 +6,8 @@
 - ``catch``: getting hold of that graph, whatever the backend
 - ``run``: what is called instead of the compiled graph: the wrapper's part around it
 - ``backend``: saying it explicitly: the backend ``paceline``, and ``paceline.compile``
-- ``record``: what was compiled, and why something was not; ``explain`` shows it
+- ``record``: what was compiled, and why something was not
+- ``placement``: when in backward each bucket leaves; ``explain`` shows it all
 """
 
 from paceline.compiler.backend import Backend, backend, compile_module

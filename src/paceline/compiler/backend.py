@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ from torch import fx, nn
 
 from paceline import _torch
 from paceline.compiler import graph as graphs
+from paceline.compiler.placement import announcement
 from paceline.compiler.record import GraphRecord, note
 from paceline.compiler.run import Run
 
 CompileFunction = Callable[..., Callable[..., Any]]
-logger = logging.getLogger("paceline.compiler")
 
 
 class Backend:
@@ -37,6 +36,7 @@ class Backend:
             backend=self.__name__,
             n_nodes=len(gm.graph.nodes),
             taps=tapped.groups,
+            untapped=tapped.untapped,
             starts=any(kind == "enter" for kind, _ in marks),
         )
         for reducer in tapped.reducers:
@@ -60,6 +60,7 @@ class Backend:
             positions=tapped.positions,
             params=tapped.params,
             on_mismatch=record.mismatch,
+            announcement=announcement(tapped.reducers),
         )
 
 

@@ -10,22 +10,11 @@ from torch import Tensor, nn
 
 from paceline import _torch
 from paceline.compiler.backend import Backend, CompileFunction
+from paceline.compiler.placement import Departure, departures, table
 from paceline.compiler.record import GraphRecord, records_of
 from paceline.errors import BadTypeError
 from paceline.outputs import find_tensors
-from paceline.plan import MB
 from paceline.reducer import Reducer
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A bucket, and when its collective started."""
-
-    bucket: int
-    size_bytes: int
-    n_params: int
-    fraction: float
-    """How much of backward was done, going by the clock: 0 at its start, 1 at its end, or after it."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +26,8 @@ class Explanation:
     breaks: dict[str, int]
     """Why Dynamo made more than one graph: reasons, and how often."""
     departures: tuple[Departure, ...]
-    untapped: tuple[str, ...]
-    """Parameters that no graph reports: autograd brings them, at the end of their graph's backward."""
+    untapped: dict[str, str]
+    """Parameters that no graph reports, and why: autograd brings them, at the end of their graph's backward."""
 
     @property
     def total_bytes(self) -> int:
@@ -55,14 +44,11 @@ class Explanation:
             lines.append(f"  graph {number}: {graph.n_nodes} nodes, {n_params} parameters in {len(graph.taps)} reports")
             lines += [f"    {reason}" for reason in graph.reasons]
         lines += [f"  break ({count}x): {reason.splitlines()[0]}" for reason, count in self.breaks.items()]
-        if self.untapped:
-            lines.append(f"  reported by no graph: {', '.join(self.untapped)}")
-        lines.append(f"{'bucket':>6} {'MB':>8} {'params':>6}  starts at")
-        for departure in self.departures:
-            at = f"{departure.fraction:.0%} of backward" if departure.fraction < 1 else "the end of backward"
-            lines.append(f"{departure.bucket:>6} {departure.size_bytes / MB:>8.2f} {departure.n_params:>6}  {at}")
-        share = self.started_bytes() / max(1, self.total_bytes)
-        lines.append(f"{share:.0%} of {self.total_bytes / MB:.2f} MB starts before backward ends")
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.untapped.items():
+            by_reason.setdefault(reason, []).append(name)
+        lines += [f"  reported by no graph, as {reason}: {_some(names)}" for reason, names in by_reason.items()]
+        lines += table(self.departures)
         return "\n".join(lines)
 
 
@@ -94,21 +80,12 @@ def explain(model: nn.Module, *inputs: Any, backend: str | CompileFunction = "ao
         # Twice: the first one compiles, and learns the order of the buckets.
         with torch.enable_grad():
             _loss(run(*inputs, **kwargs)).backward()
-    times = reducer.telemetry.last
     for param, grad in kept:
         param.grad = grad
-    duration_ns = max(1, times.backward_compute_ns)
-    departures = tuple(
-        Departure(
-            spec.index,
-            spec.size_bytes,
-            len(spec.params),
-            min(1.0, (at_ns - times.backward_start_ns) / duration_ns),
-        )
-        for spec, at_ns in zip(reducer.plan.buckets, times.launches_ns, strict=False)
-    )
     graphs = tuple(records_of(reducer)[known:])
     tapped = {name for graph in graphs for names in graph.taps for name in names}
+    reasons = {name: reason for graph in graphs for name, reason in graph.untapped.items()}
+    untapped = [slot.name for slot in reducer.trainable() if slot.name not in tapped]
     return Explanation(
         graphs=graphs,
         breaks={
@@ -116,9 +93,13 @@ def explain(model: nn.Module, *inputs: Any, backend: str | CompileFunction = "ao
             for reason, count in _torch.graph_breaks().items()
             if count > breaks_before.get(reason, 0)
         },
-        departures=departures,
-        untapped=tuple(slot.name for slot in reducer.trainable() if slot.name not in tapped),
+        departures=departures(reducer),
+        untapped={name: reasons.get(name, "no compiled graph uses it with gradients") for name in untapped},
     )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _loss(output: Any) -> Tensor:

@@ -28,6 +28,8 @@ class Tapped:
     """... and which those are."""
     groups: list[list[str]] = field(default_factory=list)
     """The names of those that are reported together."""
+    untapped: dict[str, str] = field(default_factory=dict)
+    """Parameters that some wrapper reduces and that have no tap all the same: name and reason."""
     reducers: list[Reducer] = field(default_factory=list)
 
 
@@ -58,6 +60,12 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
         reducer = taps.owner_of(value)
         if reducer is None or id(value) in node_of:
             continue
+        if reducer not in done.reducers:
+            done.reducers.append(reducer)
+        reason = reducer.why_not_early(value)
+        if reason is not None:
+            done.untapped[reducer.name_of(value)] = reason
+            continue
         node_of[id(value)] = node
         by_reducer.setdefault(reducer, []).append(value)
         done.positions.append(position)
@@ -66,7 +74,6 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
         return done
     with graph.inserting_before(placeholders[-1].next):
         for reducer, params in by_reducer.items():
-            done.reducers.append(reducer)
             for members in taps.group(reducer, params):
                 nodes = [node_of[id(param)] for param in members]
                 key = taps.register_tap(reducer, members)

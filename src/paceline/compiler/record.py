@@ -19,6 +19,8 @@ class GraphRecord:
     n_nodes: int
     taps: list[list[str]] = field(default_factory=list)
     """The names of the parameters that are reported together."""
+    untapped: dict[str, str] = field(default_factory=dict)
+    """Parameters among its inputs that are not reported, and why not: autograd brings their gradients."""
     starts: bool = False
     """The forward of the wrapper begins in it."""
     reasons: list[str] = field(default_factory=list)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Compiled = Callable[..., Any]
+Announcement = Callable[[], bool]
+"""Called before a run; True if it has said what it had to say."""
 
 
 class Wrapper(Protocol):
@@ -73,6 +75,7 @@ class Run:
         positions: Sequence[int],
         params: Sequence[Tensor],
         on_mismatch: Callable[[], None],
+        announcement: Announcement | None = None,
     ) -> None:
         self._compiled = compiled
         self._plain = plain
@@ -80,12 +83,15 @@ class Run:
         self._positions = positions
         self._param_ids = [id(param) for param in params]
         self._on_mismatch = on_mismatch
+        self._announcement = announcement
 
     def __call__(self, *args: Any) -> Any:
         run = self._compiled
         if [id(args[position]) for position in self._positions] != self._param_ids:
             self._on_mismatch()
             run = self._plain
+        if self._announcement is not None and self._announcement():
+            self._announcement = None
         if not self._marks:
             return run(*args)
         entered: list[str] = []

@@ -25,6 +25,9 @@ from paceline.reducer import Reducer
 MAX_TAP_BYTES = MB
 # Small modules have this many all the same.
 TAPS = 32
+# Stands in each graph: compiled code that torch's caches keep from a version of ours whose operators meant something
+# else must not be found again. To be raised with every change of what ``tap`` or ``report`` do.
+FORM = 2
 
 
 class Tap(NamedTuple):
@@ -57,11 +60,8 @@ _numbers: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
 
 
 def owner_of(param: Tensor) -> Reducer | None:
-    """The live reducer that reduces ``param``, if there is one."""
-    for reducer in ownership.live():
-        if reducer.takes_early(param):
-            return reducer
-    return None
+    """The live reducer that reduces ``param``, if there is one: of several, the one in use."""
+    return next((reducer for reducer in ownership.live() if reducer.owns(param)), None)
 
 
 def group(reducer: Reducer, params: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -93,7 +93,7 @@ def register_tap(reducer: Reducer, params: Sequence[Tensor]) -> str:
         taken = set(_numbers.values())
         number = _numbers[reducer] = next(n for n in itertools.count() if n not in taken)
     index_of = {id(param): n for n, param in enumerate(reducer.roster.params)}
-    stem = f"{number}:" + ",".join(str(index_of[id(param)]) for param in params)
+    stem = f"{FORM}/{number}:" + ",".join(str(index_of[id(param)]) for param in params)
     for attempt in itertools.count():
         # Another one after the module's parameters have changed: graphs made before keep the old meaning.
         key = f"{stem}#{attempt}" if attempt else stem
