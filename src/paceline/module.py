@@ -311,10 +311,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self._outer:
             DistributedDataParallel._active_ddp_module = self._outer.pop()
 
-    def _note_failure(self, error: Exception) -> None:
+    def compilation_failed(self, error: BaseException) -> None:
+        self._note_failure(error, where="compiling")
+
+    def _note_failure(self, error: BaseException, *, where: str = "forward") -> None:
         self._last_error = str(error)
         if self._reducer.channel.size > 1:
-            self._reducer.channel.report("forward", error)
+            self._reducer.channel.report(where, error)
 
     @_torch.hidden_from_compiler
     def pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:

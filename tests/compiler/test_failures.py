@@ -36,6 +36,50 @@ def test_a_backend_that_fails_on_one_rank_is_an_error_on_all(ranks):
     ranks(_backend_fails)
 
 
+class Puzzling(nn.Module):
+    """One that Dynamo cannot capture whole on some ranks."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.inner, self.breaks = stack(2), breaks
+
+    def forward(self, x):
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+def _dynamo_fails(rank, size):
+    """Nobody lets the program end on it: the others are told all the same."""
+    torch._dynamo.reset()
+    ddp = DDP(Puzzling(breaks=rank == 1))
+    compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+    if rank == 1:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(batch(rank))
+        return None
+    with pytest.raises(errors.PeerFailedError, match=r"(?s)rank 1.*compiling.*graph_break"):
+        plain_step(compiled, rank, 0)
+    return None
+
+
+def test_an_error_of_dynamo_on_one_rank_is_an_error_on_all(ranks):
+    ranks(_dynamo_fails)
+
+
+def _falls_back(rank, size):
+    """Without fullgraph it is no error: rank 1 has two graphs, and all the same gradients."""
+    return compare(
+        rank,
+        functools.partial(Puzzling, breaks=rank == 1),
+        compile=functools.partial(torch.compile, backend="aot_eager"),
+    )
+
+
+def test_a_graph_break_on_one_rank_is_no_error(ranks):
+    assert all(seen.rounds[-1] == seen.buckets for seen in ranks(_falls_back))
+
+
 def _reset(rank, size):
     def step(model, rank, n):
         torch._dynamo.reset()
@@ -127,7 +171,7 @@ class Salted(nn.Module):
 def _caches(rank, size, salt):
     """The second time, with another bucket size, everything comes from the caches."""
     found = []
-    for cap_bytes in (600, 1200):
+    for cap_bytes in (600, 64):
         torch._dynamo.reset()
         counters.clear()
         ddp = DDP(Salted(salt + rank), bucket_cap_mb=cap_bytes / 2**20)

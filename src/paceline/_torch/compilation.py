@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -86,11 +87,60 @@ def lower_as_collectives(names: Sequence[str], *, dropped: Sequence[str]) -> Non
 set_grad_enabled = torch._C._set_grad_enabled
 
 
-def at_compile_time(function: Callable[[Any], None]) -> None:
+def at_compile_time(function: Callable[[Any], None], key: str) -> None:
     """Traced by Dynamo: call ``function`` with Dynamo's context now, and leave nothing of it in the graph."""
     from torch._dynamo.comptime import comptime
 
     comptime(function)
+
+
+def key_of(context: Any) -> str:
+    """In a function of :func:`at_compile_time`: the key that it was given."""
+    return str(context.get_local("key").as_python_constant())
+
+
+class _Compilation(threading.local):
+    """The one that runs now in this thread."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, Callable[[str, BaseException], None]] = {}
+        self.whole = False
+        """A graph break is an error."""
+
+
+_compilation = _Compilation()
+
+
+def _compilation_ended(_: Any) -> None:
+    from torch._dynamo import config, exc
+
+    error = sys.exc_info()[1]
+    listeners, _compilation.listeners = _compilation.listeners, {}
+    if error is None or config.suppress_errors:
+        return
+    # Those for which Dynamo runs the function uncompiled.
+    is_soft = isinstance(error, (exc.Unsupported, exc.UserError, exc.SkipFrame))
+    if is_soft and not _compilation.whole and not isinstance(error, exc.UncapturedHigherOrderOpError):
+        return
+    for key, function in listeners.items():
+        function(key, error)
+
+
+def tell_of_failure(context: Any, function: Callable[[str, BaseException], None]) -> None:
+    """In a function of :func:`at_compile_time`: have ``function`` called, with the key and the exception, should this
+    compilation end in one that the user gets to see, instead of running uncompiled.
+
+    Dynamo's own callback for the end of a compilation (``torch._dynamo.callback``) is run while the exception passes
+    through it. It stays registered: it can't be taken out while callbacks are run.
+    """
+    from torch._dynamo import callback_handler
+
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    _compilation.whole = bool(tracer.one_graph or tracer.error_on_graph_break)
+    # By key: tracing may start over, and come by here again.
+    _compilation.listeners[key_of(context)] = function
+    if _compilation_ended not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_compilation_ended)
 
 
 def wrap_backend(context: Any, wrap: Callable[[Any], Any]) -> None:

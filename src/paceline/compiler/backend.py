@@ -41,9 +41,9 @@ class Backend:
         )
         for reducer in tapped.reducers:
             note(reducer, record)
+        if tapped.positions and not options:
+            options = _torch.options_that_keep_order(self.inner)
         try:
-            if tapped.positions and not options:
-                options = _torch.options_that_keep_order(self.inner)
             compiled = self.inner(gm, example_inputs, **options)
         except Exception as error:
             # Others may be waiting for this rank in a collective of the step that it cannot take part in.

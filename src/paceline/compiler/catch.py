@@ -18,11 +18,12 @@ from torch import nn
 
 from paceline import _torch
 from paceline.compiler.backend import Backend
-from paceline.compiler.run import Mark
+from paceline.compiler.run import Mark, compilation_failed
 
 
 def _at_compile_time(context: Any) -> None:
     _torch.wrap_backend(context, lambda inner: inner if isinstance(inner, Backend) else Backend(inner))
+    _torch.tell_of_failure(context, compilation_failed)
 
 
 def catch(mark: Mark) -> None:
@@ -31,8 +32,7 @@ def catch(mark: Mark) -> None:
     That the wrapper's key is looked at makes Dynamo compile anew for another wrapper, whose parameters it would
     otherwise put through the graph of this one.
     """
-    if mark.key:
-        _torch.at_compile_time(_at_compile_time)
+    _torch.at_compile_time(_at_compile_time, mark.key)
 
 
 class _Hook:

@@ -27,6 +27,9 @@ class Wrapper(Protocol):
     def graph_failed(self, error: Exception) -> None:
         """It raised."""
 
+    def compilation_failed(self, error: BaseException) -> None:
+        """It could not be made."""
+
 
 _wrappers: weakref.WeakValueDictionary[str, Wrapper] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -57,6 +60,12 @@ def leave(key: str, outputs: Sequence[Tensor]) -> None:
     wrapper = _wrappers.get(key)
     if wrapper is not None:
         wrapper.leave_graph(outputs)
+
+
+def compilation_failed(key: str, error: BaseException) -> None:
+    wrapper = _wrappers.get(key)
+    if wrapper is not None:
+        wrapper.compilation_failed(error)
 
 
 class Run:
