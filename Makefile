@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One thread a rank: two ranks share the two cores of the machines we run on.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install train test check conformance collectives sanitize model soak bench bench-shm clean
+.PHONY: install train test check conformance collectives sanitize model soak bench bench-shm bench-compile clean
 
 install: $(STAMP)
 
@@ -52,6 +52,11 @@ soak: install
 bench-shm: install
 	$(BIN)/python -m benchmarks.collectives
 	$(BIN)/python -m benchmarks --suite shm --out benchmarks/results/shm
+
+# Compiled training: step time by model; graphs, compile time, step time and overlap by bucket size.
+bench-compile: install
+	$(BIN)/python -m benchmarks --suite compile --budget 20 --out benchmarks/results/compile
+	$(BIN)/python -m benchmarks.buckets --out benchmarks/results/compile
 
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)

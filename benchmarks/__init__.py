@@ -4,6 +4,8 @@
     python -m benchmarks --quick          # a smoke run of a tiny model
     python -m benchmarks --suite step --model mlp --rounds 40
     python -m benchmarks --suite shm      # training through shared memory, and its goals
+    python -m benchmarks --suite compile  # compiled steps, and their goals
+    python -m benchmarks.buckets          # graphs, compile time, step and overlap against the bucket size
     python -m benchmarks.collectives      # all_reduce by size: gloo, shared memory, MPI, the limit
 
 Files, in the order data flows through them:
@@ -17,7 +19,7 @@ Files, in the order data flows through them:
     stats.py     samples -> medians, paired ratios and how far they can be trusted
     report.py    table, picture, JSON
     settings.py  what a run was asked to do
-    collectives/ a command of its own: see there
+    buckets.py, tracing.py, collectives/  commands of their own: see there
 
 To add a transport, a compiled mode or a model, add one registration in `modes.py` or `models.py`; to
 measure something new, add a function to `suites.py`. Nothing else lists names.

@@ -154,6 +154,10 @@ def _on_shm(wrap: Callable[..., nn.Module], job: Job, module: nn.Module) -> nn.M
     return wrap(job, module, views=True, backend=SHM)
 
 
+def _compiled(wrap: Callable[[Job, nn.Module], nn.Module], job: Job, module: nn.Module) -> nn.Module:
+    return torch.compile(wrap(job, module))
+
+
 class Threaded(Trainer):
     """The first rank trains on the batches of all ranks, with as many threads; the others have nothing to do."""
 
@@ -236,5 +240,33 @@ register(
         family="local",
         wrap=_local,
         trainer=Threaded,
+    )
+)
+
+COMPILED = ("torch-compiled", "paceline-compiled", "paceline-compiled-shm")
+register(
+    Mode(
+        name="torch-compiled",
+        title="torch.compile(torch DDP, views)",
+        family="torch",
+        wrap=functools.partial(_compiled, functools.partial(_torch_ddp, views=True)),
+    )
+)
+register(
+    Mode(
+        name="paceline-compiled",
+        title="torch.compile(Paceline, views)",
+        family="paceline",
+        wrap=functools.partial(_compiled, functools.partial(_paceline, views=True)),
+        requires="paceline",
+    )
+)
+register(
+    Mode(
+        name="paceline-compiled-shm",
+        title="torch.compile(Paceline, views), shm",
+        family="paceline",
+        wrap=functools.partial(_compiled, functools.partial(_on_shm, _paceline)),
+        requires="paceline.transport",
     )
 )

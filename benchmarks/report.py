@@ -36,7 +36,7 @@ class Results:
         return [row for series in self.series for row in rows(series)]
 
     def disagreements(self) -> list[Check]:
-        return [check for check in self.checks if not (check.equal and check.ranks_equal)]
+        return [check for check in self.checks if not check.holds]
 
 
 def save_json(results: Results, path: Path) -> None:
@@ -105,7 +105,7 @@ def print_tables(results: Results, console: Console) -> None:
         console.print(
             f"weights {check.suite:6} {check.model:7} {check.mode:15} {same} {check.reference}"
             f" after {check.steps} steps{ranks}",
-            style="" if check.equal and check.ranks_equal else "red",
+            style="" if check.holds else "red",
             highlight=False,
         )
 

@@ -42,6 +42,12 @@ class Check:
     """No bit differs from the reference, on any rank."""
     ranks_equal: bool
     """No parameter bit differs between ranks."""
+    tolerance: float = 0.0
+    """How large the difference may be: compilers round in their own ways."""
+
+    @property
+    def holds(self) -> bool:
+        return self.ranks_equal and (self.equal or self.difference <= self.tolerance)
 
 
 @dataclasses.dataclass(frozen=True)

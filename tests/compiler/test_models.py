@@ -187,7 +187,7 @@ class Residual(nn.Module):
 
 def _order(rank, size, backend):
     torch._dynamo.reset()
-    ddp = DDP(Residual())
+    ddp = DDP(Residual(), bucket_cap_mb=0.05)
     reducer, blocks = ddp._reducer, []
     report = reducer.gradients_early
 

@@ -1,0 +1,289 @@
+"""Compiled training against the bucket size: graphs, compile time, step time, overlap. torch's class and ours.
+
+    python -m benchmarks.buckets            # 2 ranks; writes runs/bench/buckets.json and buckets.png
+    python -m benchmarks.buckets --quick    # a smoke run
+
+The model is deep and plain: residual layers of one size. Each class is wrapped and compiled with inductor anew for each
+bucket size, with empty caches; then both take turns. See [Note: why ratios].
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import paceline
+
+from .launch import RankFailedError, run
+from .ranks import joined
+from .stats import paired_ratio
+
+OUT = Path("runs") / "bench"
+TITLES = {"torch": "torch DDP, views", "paceline": "Paceline, views"}
+COLOURS = {"torch": "#d9772b", "paceline": "#1d5fa8"}
+MOMENT = 0.9
+"""Of backward: how many bytes have started to move by then is what overlap means here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run was asked to do."""
+
+    # torch's class fails at the smallest, and what is compiled after that fails as well: it comes last.
+    sizes_mb: tuple[float, ...] = (64, 25, 4, 1, 0.5)
+    layers: int = 32
+    width: int = 1408
+    rows: int = 16
+    rounds: int = 5
+    steps: int = 2
+    seed: int = 0
+    world_size: int = 2
+    threads: int = 1
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+# --- what is measured --------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Trainer:
+    """One class at one bucket size."""
+
+    def __init__(self, mode: str, size_mb: float, settings: Settings, rank: int) -> None:
+        torch.manual_seed(settings.seed)
+        net = nn.Sequential(*[Layer(settings.width) for _ in range(settings.layers)])
+        wrap = nn.parallel.DistributedDataParallel if mode == "torch" else paceline.DistributedDataParallel
+        self.ddp = wrap(net, bucket_cap_mb=size_mb, gradient_as_bucket_view=True)
+        self.forward = torch.compile(self.ddp)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(settings.seed + 1 + rank)
+        self.batch = torch.randn(settings.rows, settings.width, generator=generator)
+
+    def step(self) -> float:
+        """Take one, and tell when its backward began."""
+        loss = self.forward(self.batch).square().mean()
+        start = time.perf_counter()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return start
+
+    def compile(self) -> dict[str, float]:
+        """Take the first step, with nothing in any cache."""
+        counters.clear()
+        with fresh_cache():
+            start = time.perf_counter()
+            self.step()
+            taken_s = time.perf_counter() - start
+        # Each graph that goes to the backend passes through AOTAutograd once.
+        return {"compile_s": taken_s, "graphs": counters["aot_autograd"]["total"]}
+
+    def started(self, steps: int) -> float:
+        """The part of all bytes that has started to move at MOMENT of a backward."""
+        launches: list[tuple[float, int]] = []
+
+        # Not annotated: torch compares annotations with its own class of buckets.
+        def hook(state, bucket):  # type: ignore[no-untyped-def]
+            launches.append((time.perf_counter(), bucket.buffer().nbytes))
+            work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+
+        self.ddp.register_comm_hook(None, hook)
+        shares = []
+        for _ in range(steps):
+            launches.clear()
+            start = self.step()
+            # The last bucket leaves with the last gradient.
+            duration = launches[-1][0] - start
+            early = sum(nbytes for at, nbytes in launches if at - start <= MOMENT * duration)
+            shares.append(early / sum(nbytes for _, nbytes in launches))
+        return statistics.median(shares)
+
+
+def measure_size(size_mb: float, settings: Settings, rank: int) -> dict[str, Any]:
+    trainers: dict[str, Trainer] = {}
+    found: dict[str, Any] = {"size_mb": size_mb}
+    for mode in ("paceline", "torch"):
+        torch.compiler.reset()
+        dist.barrier()
+        trainer = Trainer(mode, size_mb, settings, rank)
+        try:
+            found[mode] = trainer.compile()
+            trainer.step()
+        except Exception as error:
+            # The same on every rank: nothing has been communicated yet.
+            found[mode] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+            continue
+        trainers[mode] = trainer
+    seconds: dict[str, list[float]] = {mode: [] for mode in trainers}
+    for index in range(settings.rounds):
+        order = list(trainers)
+        random.Random(f"{settings.seed}/{index}").shuffle(order)
+        for mode in order:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(settings.steps):
+                trainers[mode].step()
+            taken = torch.tensor([(time.perf_counter() - start) / settings.steps], dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            seconds[mode].append(taken.item())
+    for mode, trainer in trainers.items():
+        found[mode] |= {"step_s": seconds[mode], "started": trainer.started(1 + settings.steps)}
+    return found
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.buckets", description="Compiled training by bucket size.")
+    parser.add_argument("--rounds", type=int, default=Settings.rounds)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: two small layers, two sizes, one round")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default {OUT.as_posix()})")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    chosen = parse(arguments)
+    settings = Settings(rounds=chosen.rounds)
+    if chosen.quick:
+        settings = dataclasses.replace(settings, sizes_mb=(4, 1), layers=2, width=64, rounds=1, steps=1)
+    console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
+    found: list[dict[str, Any]] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        found.append(event)
+        console.print(f"{event['size_mb']} MB measured", markup=False)
+
+    try:
+        run(settings, on_event, program="benchmarks.buckets")
+    except KeyboardInterrupt:
+        console.print("stopped; the ranks are ended and nothing is saved", style="yellow")
+        return 130
+    except RankFailedError as error:
+        console.print(f"{error}; nothing is saved", style="red")
+        return 1
+    found.sort(key=lambda size: size["size_mb"])
+    show(found, console)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    about = {"torch": torch.__version__, "paceline": paceline.__version__, **dataclasses.asdict(settings)}
+    text = json.dumps({"about": about, "sizes": found}, indent=1)
+    (chosen.out / "buckets.json").write_text(text, encoding="utf-8")
+    save_picture(found, settings, chosen.out / "buckets.png")
+    return 0
+
+
+def show(found: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Compiled training by bucket size, 2 ranks over gloo, inductor, empty caches")
+    for heading in (
+        "bucket",
+        "class",
+        "graphs",
+        "compile s",
+        "step ms",
+        "to torch",
+        "95 %",
+        f"started at {MOMENT:.0%}",
+    ):
+        table.add_column(heading, justify="left" if heading == "class" else "right", no_wrap=True)
+    for size in found:
+        for mode, title in TITLES.items():
+            cells = size[mode]
+            if "error" in cells:
+                table.add_row(f"{size['size_mb']:g} MB", title, "fails")
+                console.print(f"{title} at {size['size_mb']:g} MB: {cells['error']}", markup=False)
+                continue
+            base = size["torch"].get("step_s")
+            ratio = paired_ratio(cells["step_s"], base) if base and mode != "torch" else None
+            table.add_row(
+                f"{size['size_mb']:g} MB",
+                title,
+                str(cells["graphs"]),
+                f"{cells['compile_s']:.1f}",
+                f"{1000 * statistics.median(cells['step_s']):.0f}",
+                f"{ratio.value:.3f}" if ratio else "",
+                f"{ratio.low:.3f} - {ratio.high:.3f}" if ratio else "",
+                f"{cells['started']:.0%}",
+            )
+    console.print(table)
+
+
+PANELS: tuple[tuple[str, Callable[[dict[str, Any]], float]], ...] = (
+    ("graphs", lambda cells: cells["graphs"]),
+    ("seconds to compile", lambda cells: cells["compile_s"]),
+    ("step, ms", lambda cells: 1000 * statistics.median(cells["step_s"])),
+    (f"% of bytes started at {MOMENT:.0%} of backward", lambda cells: 100 * cells["started"]),
+)
+
+
+def save_picture(found: list[dict[str, Any]], settings: Settings, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(1, len(PANELS), figsize=(15, 3.8), layout="constrained")
+    sizes_mb = [size["size_mb"] for size in found]
+    for axes, (title, value) in zip(grid, PANELS, strict=True):
+        for mode, label in TITLES.items():
+            points = [(size["size_mb"], value(size[mode])) for size in found if "error" not in size[mode]]
+            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[mode], label=label)
+            for size in found:
+                if "error" in size[mode]:
+                    axes.plot(size["size_mb"], 0, "x", color=COLOURS[mode], markersize=9, clip_on=False, zorder=5)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes_mb, [f"{size_mb:g}" for size_mb in sizes_mb])
+        axes.set_xlabel("bucket size, MB")
+        axes.set_ylim(bottom=0)
+        axes.grid(color="#dddddd")
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2)
+    millions = settings.layers * settings.width * (settings.width + 1) / 1e6
+    model = f"{settings.layers} layers, {millions:.0f} M parameters"
+    setting = f"{settings.world_size} ranks x {settings.threads} thread, gloo, inductor, torch {torch.__version__}"
+    figure.supxlabel(f"{model}; {setting}; x: fails", fontsize=9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _is_rank() -> bool:
+    return len(sys.argv) == 6 and all(argument.isdigit() for argument in sys.argv[1:5])
+
+
+if __name__ == "__main__":
+    if not _is_rank():
+        sys.exit(main())
+    warnings.simplefilter("ignore")
+    with joined() as (rank, text, emit):
+        settings = Settings(**json.loads(text))
+        for size_mb in settings.sizes_mb:
+            emit(measure_size(size_mb, settings, rank))
