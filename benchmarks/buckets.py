@@ -130,8 +130,8 @@ class Trainer:
 def measure_size(size_mb: float, settings: Settings, rank: int) -> dict[str, Any]:
     trainers: dict[str, Trainer] = {}
     found: dict[str, Any] = {"size_mb": size_mb}
+    torch.compiler.reset()
     for mode in ("paceline", "torch"):
-        torch.compiler.reset()
         dist.barrier()
         trainer = Trainer(mode, size_mb, settings, rank)
         try:
