@@ -16,9 +16,9 @@ The layout, in the order in which data flows:
 - ``hooks``: comm hooks; ``sync_batchnorm``
 - ``compiler``: compiled training, in which graphs report their gradients
 - ``tracing``: distributed objects and collectives inside ``torch.compile``
-- ``control``: agreement and news of failure between ranks, over the store
+- ``control``: agreement, news of failure and the hang watch, over the store; ``verify``: whether replicas are alike
 - ``transport``: shared memory between the ranks of a host, as a backend of c10d
-- ``init``, ``launch``, ``cli``: starting ranks; ``testing``: a pool of live ranks
+- ``init``, ``launch``, ``cli``, ``doctor``: starting ranks, and looking at them; ``testing``: a pool of live ranks
 - ``_torch``: every private torch name that is used
 """
 
@@ -30,6 +30,7 @@ from paceline.module import DDP, DistributedDataParallel
 from paceline.plan import BucketPlan
 from paceline.precision import MixedPrecision
 from paceline.sync_batchnorm import SyncBatchNorm
+from paceline.verify import assert_replicas_equal
 
 transport.register()
 
@@ -41,6 +42,7 @@ __all__ = [
     "DistributedDataParallel",
     "MixedPrecision",
     "SyncBatchNorm",
+    "assert_replicas_equal",
     "compile",
     "errors",
     "explain",

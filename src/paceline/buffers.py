@@ -53,6 +53,7 @@ class Broadcast:
             numel = sum(self._sizes_bytes()) if mixed else sum(tensor.numel() for tensor in self._kinds[0])
             dtype = torch.uint8 if mixed else first.dtype
             self._message = torch.empty(numel, dtype=dtype, device=first.device)
+        channel.progress.start("broadcast", "parameters or buffers", self._message)
         work = dist.broadcast(self._message, group_src=source, group=group, async_op=True)
         assert work is not None
         self._work = work

@@ -3,6 +3,7 @@
 ::
 
     paceline train [--nproc N] [--script PATH] [flags of the script ...]
+    paceline doctor [--stacks] [PATH]
 
 A wrong flag or value is one line on stderr and exit code 2.
 """
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from paceline.doctor import doctor as _doctor
 from paceline.launch import launch
 
 _EXAMPLE = Path("examples") / "train_gpt.py"
@@ -45,7 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     train.add_argument("--nproc", type=_rank_count, default=2, metavar="N", help="ranks to start (default: 2)")
     train.add_argument("--script", type=Path, metavar="PATH", help=f"what to run (default: {_EXAMPLE})")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what a job is waiting for, or what it died of",
+        description=(
+            "Read the files that the ranks of a job on this host keep, and say where each of them is, who waits for "
+            "whom, and what failed first. The job may run or be dead; one that ended well leaves nothing."
+        ),
+    )
+    doctor.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a job's directory (default: the newest)")
+    doctor.add_argument("--stacks", action="store_true", help="ask ranks that run for the stacks of their threads")
     flags, rest = parser.parse_known_args(argv)
+    if flags.command == "doctor":
+        if rest:
+            doctor.error(f"unrecognized arguments: {' '.join(rest)}")
+        return _doctor(flags.path, with_stacks=flags.stacks)
     if rest[:1] == ["--"]:
         rest = rest[1:]
     script = flags.script if flags.script is not None else find_example()

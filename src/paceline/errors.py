@@ -11,6 +11,7 @@
     |   +-- NoRoomError        (RuntimeError) the shared-memory file system is too small
     +-- DisagreementError      (RuntimeError) ranks differ where they must be alike
     |   +-- ParameterMismatchError            parameter sets, shapes, dtypes, strides or requires_grad
+    |   +-- ReplicaMismatchError              parameters, buffers or optimizer state have come apart
     |   +-- ContractError                     a promise (static_graph, ...) was broken
     +-- PeerError              (RuntimeError) another rank is the cause; this group cannot go on
         +-- PeerFailedError                   another rank raised
@@ -57,6 +58,10 @@ class DisagreementError(PacelineError, RuntimeError):
 
 class ParameterMismatchError(DisagreementError):
     """Ranks were given different parameters: names, order, shapes, dtypes, strides or requires_grad."""
+
+
+class ReplicaMismatchError(DisagreementError):
+    """What ranks hold of the model, its buffers or the optimizer's state is not the same any more."""
 
 
 class ContractError(DisagreementError):

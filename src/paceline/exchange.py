@@ -24,6 +24,7 @@ def start_all_reduce(
 ) -> Finish:
     """Sum ``tensor`` over the ranks, in ``reduce_dtype`` if given."""
     sent = tensor if reduce_dtype in (None, tensor.dtype) else tensor.to(reduce_dtype)
+    channel.progress.start("all-reduce", what, sent)
     work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None
 
@@ -46,6 +47,7 @@ def start_hook(
     overlaps: bool,
 ) -> Finish:
     """Let a comm hook communicate ``bucket``; its result ends up in ``target``."""
+    channel.progress.start(f"comm hook {hook_name(hook)}", what, target)
     future = hook(state, bucket)
     # Duck-typed: futures of a backend are of a C++ class that torch.futures.Future derives from.
     if not callable(getattr(future, "wait", None)):
@@ -96,6 +98,8 @@ def start_sparse_all_reduce(
     """Sum a sparse tensor over the ranks; rows may differ from rank to rank."""
     tensor = tensor.coalesce()
     if dist.get_backend(group) == dist.Backend.GLOO:
+        # Not its size, which may differ: rows do not.
+        channel.progress.start("sparse all-reduce", what, tensor.values()[:0])
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
 
@@ -127,6 +131,7 @@ def gather_sparse(
         indices.new_empty((size, *indices.shape)),
         values.new_empty((size, *values.shape)),
     )
+    channel.progress.start("sparse gather", what, values)
     works = [
         dist.all_gather(list(all_indices), indices, group=group, async_op=True),
         dist.all_gather(list(all_values), values, group=group, async_op=True),

@@ -73,6 +73,7 @@ def _unflatten(flat: Tensor, offset: int, param: Tensor) -> Tensor:
 
 def blocking_sum(group: dist.ProcessGroup, channel: Channel) -> Callable[[Tensor], None]:
     def reduce(tensor: Tensor) -> None:
+        channel.progress.start("all-reduce", "a bucket with create_graph=True", tensor)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         channel.wait(work, "an all-reduce of backward(create_graph=True)")

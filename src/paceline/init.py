@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 
 from paceline import transport
+from paceline.control import hang
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.launch import LAUNCHER_PID
+from paceline.options import HangWatch
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that must be set together; torchrun and `paceline.launch` set them all."""
@@ -99,6 +101,8 @@ def init(
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout: timedelta | float | None = None,
+    hang_watch: str | None = None,
+    hang_after_s: float | None = None,
 ) -> World:
     """Start the default process group and say who this rank is.
 
@@ -111,12 +115,18 @@ def init(
             ranks of a host and gloo between hosts, which rank 0 says in a line on stderr.
         device: by default this rank's accelerator (number ``local_rank``), or the CPU.
         timeout: of the group's collectives, in seconds or as a ``timedelta``; torch's default if None.
+        hang_watch: what is done when a rank waits for others and nothing happens for ``hang_after_s`` seconds (30):
+            ``"observe"`` (the default) tells on stderr who waits for whom, ``"enforce"`` raises it on the ranks that
+            wait, ``"off"`` does neither. Also by ``PACELINE_HANG_WATCH`` and ``PACELINE_HANG_AFTER_S``.
 
     A second call returns the same `World`, and raises if it asks for something else. A process group that
     was started by other means is used as it is.
     """
     global _started
     limit = _timeout(timeout)
+    watch = HangWatch.from_arguments(hang_watch, hang_after_s)
+    if hang_watch is not None or hang_after_s is not None:
+        hang.configure(watch)
     launch = Launch.read(os.environ)
     if dist.is_initialized():
         return _existing(backend=backend, device=device, timeout=limit, launch=launch)

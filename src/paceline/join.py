@@ -48,6 +48,7 @@ def highest_rank(condition: bool, *, rank: int, channel: Channel, device: torch.
 
 def _highest(numbers: list[int], *, channel: Channel, device: torch.device) -> list[int]:
     said = torch.tensor(numbers, device=device)
+    channel.progress.start("all-reduce", "the word of join()", said)
     work = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
     assert work is not None
     channel.wait(work, "join()")

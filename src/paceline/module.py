@@ -30,6 +30,7 @@ from paceline.options import (
     Delay,
     Placement,
     check_mixed_precision,
+    check_verify_every,
     choose_group,
 )
 from paceline.outputs import (
@@ -46,13 +47,15 @@ from paceline.reducer import Reducer
 from paceline.roster import SPEC_FIELDS, Roster, ignored_names
 from paceline.step import ForwardToken, ReducerOptions
 from paceline.telemetry import now_ns
+from paceline.verify import Verifier
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     """Replicate ``module`` on every rank and average its gradients during backward.
 
     A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`: the arguments are the same, by name,
-    order and default. What holds, and when it stops holding, is in docs/guarantees.md.
+    order and default. One is new: with ``verify_every=N`` ranks compare digests of all they hold every N steps.
+    What holds, and when it stops holding, is in docs/guarantees.md.
 
     >>> import torch, paceline
     >>> world = paceline.init()
@@ -85,6 +88,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        verify_every: int = 0,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -111,6 +116,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 device_mesh=device_mesh,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params,
                 batched_grad_copy=batched_grad_copy,
+                verify_every=verify_every,
             )
             roster = self._read_roster()
             self._check_roster(roster)
@@ -150,6 +156,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.static_graph = bool(arguments["static_graph"])
         self.skip_all_reduce_unused_params = bool(arguments["skip_all_reduce_unused_params"])
         self.batched_grad_copy = bool(arguments["batched_grad_copy"])
+        self.verify_every = check_verify_every(arguments["verify_every"])
         self.mixed_precision = None
         self._precision_row = repr(arguments["mixed_precision"]).rpartition("(")[2]
         self.caps: Caps = arguments["caps"]
@@ -198,6 +205,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             channel.compare("parameters or options", self._option_rows() + roster.rows(), SPEC_FIELDS)
         # Only now: a wrapper that could not be made must not leave hooks on the module.
         self._reducer = Reducer(roster, group=self.process_group, channel=channel, options=options, reread=reread)
+        self._verifier: Verifier | None = None
+        if self.verify_every and channel.size > 1:
+            ignored = frozenset(self.parameters_to_ignore)
+            device = self._reducer.courier.status_device(roster.params[0].device)
+            self._verifier = Verifier(self.module, every=self.verify_every, ignored=ignored, device=device)
+            self._reducer.verify = self._verifier.backward_ended
         self._hook_names: list[str] = []
         self._iterations = 0
         self._sample_rate = 100
@@ -223,6 +236,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             "forward_sync_buffers": self.forward_sync_buffers,
             "broadcast_buffers": self.buffer_policy.at_start,
             "mixed_precision": self._precision_row,
+            "verify_every": self.verify_every,
             "buffers": [[name, list(b.shape), str(b.dtype)] for name, b in self._buffer_sync.named().items()],
         }
         return [[OPTION + name, value] for name, value in options.items()]
@@ -334,6 +348,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._run_buffer_hook()
         elif self.will_sync_buffers() and not self.has_buffer_hook:
             self.sync_buffers(source=source)
+            if self._verifier is not None:
+                self._verifier.see_buffers(self._buffer_sync.named())
         if self.placement.device_ids:
             inputs = move_to_device(inputs, self.placement.device)
             kwargs = move_to_device(kwargs, self.placement.device)
@@ -478,6 +494,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             "exposed_total_s": telemetry.exposed_total_ns / 1e9,
             "plan": self._reducer.plan,
         }
+
+    @property
+    def channel(self) -> Channel:
+        """The control channel of this wrapper's ranks."""
+        return self._reducer.channel
 
     @property
     def plan(self) -> BucketPlan:
@@ -633,7 +654,17 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 "own. Copy its module and wrap that."
             )
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_buffer_sync", "_swap", "_anchor", "_mark", "_inside", "logger"):
+        for name in (
+            "process_group",
+            "_reducer",
+            "_buffer_sync",
+            "_swap",
+            "_anchor",
+            "_mark",
+            "_inside",
+            "_verifier",
+            "logger",
+        ):
             state.pop(name, None)
         return state
 

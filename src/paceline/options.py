@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,41 @@ BROADCAST_CHUNK_BYTES = 250 * MB
 
 def environment(name: str) -> str | None:
     return os.environ.get(name)
+
+
+def job_directory() -> Path:
+    """Where ranks keep files about themselves while they run: ``PACELINE_JOB_DIR``, or a temporary directory."""
+    return Path(environment("PACELINE_JOB_DIR") or Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}")
+
+
+@dataclass(frozen=True)
+class HangWatch:
+    """What is done when a rank waits for others and nothing happens."""
+
+    mode: str = "observe"
+    """``observe``: a report on stderr, and go on waiting; ``enforce``: raise it as an error; ``off``: neither."""
+    after_s: float = 30.0
+    """How long nothing has to happen."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("off", "observe", "enforce"):
+            raise BadArgumentError(f"hang_watch must be 'off', 'observe' or 'enforce', not {self.mode!r}.")
+        if isinstance(self.after_s, bool) or not isinstance(self.after_s, (int, float)):
+            raise BadTypeError(f"hang_after_s must be a number of seconds, not {self.after_s!r}.")
+        if not 0 < self.after_s < math.inf:
+            raise BadArgumentError(f"hang_after_s must be a finite number of seconds above 0, not {self.after_s!r}.")
+
+    @staticmethod
+    def from_arguments(mode: str | None = None, after_s: float | None = None) -> HangWatch:
+        """What is given; else ``PACELINE_HANG_WATCH`` and ``PACELINE_HANG_AFTER_S``; else the defaults."""
+        mode = mode or environment("PACELINE_HANG_WATCH") or HangWatch.mode
+        text = environment("PACELINE_HANG_AFTER_S")
+        if after_s is None and text:
+            try:
+                after_s = float(text)
+            except ValueError:
+                raise BadArgumentError(f"PACELINE_HANG_AFTER_S must be a number of seconds, not {text!r}.") from None
+        return HangWatch(mode, HangWatch.after_s if after_s is None else after_s)
 
 
 @dataclass(frozen=True)
@@ -138,6 +175,15 @@ def _device_index(device: Any) -> int:
             f"device_ids and output_device need a device with an index, such as 'cuda:0'; got {device!r}."
         )
     return index
+
+
+def check_verify_every(steps: Any) -> int:
+    """How often replicas are compared; 0 for never."""
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise BadTypeError(f"verify_every must be a whole number of steps, or 0 for never, not {steps!r}.")
+    if steps < 0:
+        raise BadArgumentError(f"verify_every must be a number of steps of at least 1, or 0 for never, not {steps}.")
+    return steps
 
 
 def check_mixed_precision(config: Any) -> None:

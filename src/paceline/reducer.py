@@ -68,6 +68,8 @@ class Reducer:
         """Entered when a backward begins and left when it has ended, in whatever way."""
         self.on_finish: list[Callable[[], None]] = []
         """Called once, when a synchronised backward is complete (buffer hooks' futures)."""
+        self.verify: Callable[[int, Channel, bool], None] | None = None
+        """Called when a synchronised backward is complete: how many were, and whether this rank added to it."""
         self.phase = Phase.IDLE
         self.last_error = ""
         self.has_rebuilt = False
@@ -587,6 +589,7 @@ class Reducer:
                     f"reduced, which the other ranks cannot undo. {remedy}"
                 )
             self.phase = Phase.IDLE
+        self.channel.check_news()
         if self.channel.given_up():
             self.phase = Phase.BROKEN
             raise StateError(
@@ -645,6 +648,8 @@ class Reducer:
         if status.complaints:
             said = self.channel.gather("complaint", step.complaint)
             raise ContractError("\n".join(f"Rank {rank}: {text}" for rank, text in enumerate(said) if text))
+        if self.verify is not None:
+            self.verify(self.telemetry.steps, self.channel, step.telling)
 
     def _wait(self) -> Status:
         """Wait for all buckets; everybody's status comes with the last one, or beside it."""
@@ -725,6 +730,7 @@ class Reducer:
         if self.courier.size > 1:
             device = self.courier.status_device(self._layout.slots[0].param.device)
             shared = torch.tensor(order, dtype=torch.int64, device=device)
+            self.channel.progress.start("broadcast", "the order of buckets", shared)
             work = dist.broadcast(shared, group_src=0, group=self.courier.group, async_op=True)
             assert work is not None
             self.channel.wait(work, "the broadcast of the order of buckets")

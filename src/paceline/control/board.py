@@ -23,6 +23,14 @@ class Board:
         self.name = name
         self._refused: set[str] = set()
 
+    def on_another_connection(self) -> Board:
+        """The same board for another thread, which must not wait while this one does."""
+        try:
+            return Board(self.store.clone(), name=self.name)
+        except RuntimeError:
+            # Not every store can; then the threads take turns.
+            return Board(self.store, name=self.name)
+
     def put(self, key: str, kind: Kind, *fields: Field) -> None:
         self.store.set(key, wire.encode(kind, *fields, place=f"{self.name}/{key}"))
 

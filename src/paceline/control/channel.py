@@ -5,8 +5,10 @@ Nothing here runs in a step without trouble: the store is asked only after a wai
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -17,11 +19,14 @@ import torch
 import torch.distributed as dist
 
 from paceline import _torch
+from paceline.control import hang, jobs, stacks
 from paceline.control.agreement import VALUE_LIMIT_BYTES, Agreement, Agreements
 from paceline.control.board import Board
 from paceline.control.difference import describe_difference
 from paceline.control.failure import MESSAGE_LIMIT, Failure, News, failure_of
+from paceline.control.hang import Inquiries
 from paceline.control.last_words import speak_for
+from paceline.control.progress import Progress
 from paceline.control.wire import Kind
 from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError
 
@@ -30,6 +35,7 @@ T = TypeVar("T")
 PATIENCE_S = 0.25
 # A rank that raised may catch its own exception and try again; it gets this long to take the news back.
 GRACE_S = 1.0
+LINGER_S = 3.0
 
 
 class Channel:
@@ -53,10 +59,38 @@ class Channel:
         self._agreements = Agreements(self._board, rank=self.rank, size=self.size)
         self._news = News(self._board, rank=self.rank)
         self._generation = 0
-        self.step = 0
-        """How many synchronised backwards this rank has finished."""
+        self._hang = hang.settings()
+        watched = self.size > 1 and self._hang.mode != "off"
+        directory = jobs.make_directory(self.job) if watched else None
+        self.progress = Progress(
+            directory,
+            rank=self.rank,
+            size=self.size,
+            wrapper=number,
+            stack_signal=stacks.answer_requests(directory),
+        )
+        self.inquiries = Inquiries(
+            self._board.on_another_connection() if watched else self._board,
+            self.progress,
+            rank=self.rank,
+            size=self.size,
+            directory=directory,
+        )
+        self.heard: Failure | None = None
+        """What the watch has heard of another rank, for this one to find when it comes by."""
         if self.size > 1:
             speak_for(self)
+        if watched:
+            hang.watch(self)
+
+    @property
+    def step(self) -> int:
+        """How many synchronised backwards this rank has finished."""
+        return self.progress.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.progress.step = value
 
     # -- agreement -----------------------------------------------------------------------------------
 
@@ -145,7 +179,9 @@ class Channel:
     def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
         """Tell the others that this rank raised; never raises itself. ``final``: it ends the program."""
         if self.size > 1:
-            self._news.report(failure_of(self.rank, where, error, final=final), nameless=error is None)
+            failure = failure_of(self.rank, where, error, final=final)
+            self._news.report(failure, nameless=error is None)
+            self.progress.fail(str(failure))
 
     def retract(self) -> None:
         """This rank goes on after all: the exception was caught and the step is being tried again."""
@@ -166,6 +202,23 @@ class Channel:
             self._news.give_up(failure)
             kind = RankLostError if failure.lost else PeerFailedError
             raise kind(f"{failure}. This rank ({self.rank}) was waiting in {doing}.", rank=failure.rank)
+
+    def hear(self) -> None:
+        """Look for news that will not be taken back; called by the watch."""
+        failure = News(self.inquiries.board, rank=self.rank).first()
+        if failure is not None and (failure.final or failure.lost):
+            self.heard = failure
+
+    def check_news(self) -> None:
+        """Raise what the watch has heard: there is no point in starting something that others will not join."""
+        if self.heard is not None:
+            self.raise_news("its own work, before a collective")
+
+    def linger(self, rank: int | None) -> None:
+        """Let ``rank``, the first cause, end first: launchers take the first process that ends for the cause."""
+        deadline = time.monotonic() + LINGER_S
+        while rank is not None and self.inquiries.is_running(rank) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _raise_replan(self, doing: str) -> None:
         match self._board.read(f"replan/{self._generation + 1}", Kind.REPLAN):
@@ -226,9 +279,12 @@ class Channel:
     def _wait(self, attempt: Callable[[float], bool], doing: str) -> None:
         start = time.monotonic()
         heard_at: float | None = None
+        told = self._hang.mode == "off"
         try:
             while not attempt(PATIENCE_S):
                 now = time.monotonic()
+                if not self.progress.waiting_since:
+                    self.progress.begin_wait(doing)
                 failure = self.news()
                 if failure is None:
                     heard_at = None
@@ -237,6 +293,9 @@ class Channel:
                 elif heard_at is None:
                     heard_at = now
                 self._raise_replan(doing)
+                if not told and now - start > self._hang.after_s:
+                    told = True
+                    self._tell_of_hang(doing, now - start)
                 if now - start > self._timeout_s:
                     raise RankLostError(
                         f"Rank {self.rank} waited {now - start:.0f} s in {doing}, the group's time-out, and "
@@ -250,30 +309,53 @@ class Channel:
                     f"Rank {self.rank} ran into the group's time-out in {doing}: some rank never joined in. Look for "
                     "the one that stopped or took another path."
                 ) from error
-            lost = self._who_is_lost(doing)
-            who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
-            raise RankLostError(
-                f"The connection to {who} broke while rank {self.rank} was in {doing}: {_first_sentence(error)}. "
-                "That rank has probably ended; look at its output first.",
-                rank=lost[0] if len(lost) == 1 else None,
-            ) from error
+            raise self._broken(doing, error) from error
+        finally:
+            if self.progress.waiting_since:
+                self.progress.end_wait()
 
-    def _who_is_lost(self, doing: str) -> list[int]:
-        """The ranks that do not sign up as survivors; empty if the store is gone too."""
-        try:
+    def _tell_of_hang(self, doing: str, waited_s: float) -> None:
+        """Say who waits for whom: as an error, or on stderr, by the first rank that is not to blame."""
+        report = self.inquiries.report()
+        text = f"Rank {self.rank} has waited {waited_s:.0f} s in {doing}. {report}"
+        if self._hang.mode == "enforce":
+            raise RankLostError(text, rank=report.ranks[0] if report.ranks else None)
+        if self.rank == min(set(range(self.size)) - set(report.ranks), default=0):
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+    def _broken(self, doing: str, error: RuntimeError) -> RankLostError:
+        """What has happened, now that a backend gave up a collective: a rank is gone, or ranks took different paths."""
+        lost: list[int] = []
+        parted = None
+        # The store may be gone too: then nothing is known.
+        with contextlib.suppress(dist.DistError):
             self.raise_news(doing)
             self._board.store.set(f"survivor/{self.rank}", "")
-            deadline = time.monotonic() + GRACE_S
-            others = [r for r in range(self.size) if r != self.rank]
-            while time.monotonic() < deadline and len(others) > 1:
-                others = [r for r in others if not self._board.has(f"survivor/{r}")]
-                time.sleep(0.05)
-            if len(others) == 1:
+            parted = self.inquiries.divergence()
+            lost = list(parted.ranks) if parted is not None else self._who_is_lost()
+            if len(lost) == 1:
                 # The others hear it from here, should their own connection be to one that goes on waiting.
-                self._news.give_up(Failure(others[0], doing, "", "its connection broke", final=True, lost=True))
-            return others
-        except dist.DistError:
-            return []
+                why = parted.cause if parted is not None else "its process has ended, or its connection broke"
+                self._news.give_up(Failure(lost[0], doing, "", why, final=True, lost=True))
+        who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
+        if parted is not None:
+            why = f"{parted}\nThe backend could not match them while"
+        else:
+            why = f"The connection to {who} broke while"
+        remedy = "Make all ranks do the same." if parted else "That rank has probably ended; look at its output first."
+        return RankLostError(
+            f"{why} rank {self.rank} was in {doing}: {_first_sentence(error)}. {remedy}",
+            rank=lost[0] if len(lost) == 1 else None,
+        )
+
+    def _who_is_lost(self) -> list[int]:
+        """The ranks that are known to have ended; or, of other hosts, those that do not sign up as survivors."""
+        deadline = time.monotonic() + GRACE_S
+        others = [r for r in range(self.size) if r != self.rank]
+        while time.monotonic() < deadline and len(others) > 1:
+            others = self.inquiries.gone() or [r for r in others if not self._board.has(f"survivor/{r}")]
+            time.sleep(0.05)
+        return others
 
 
 def _first_sentence(error: Exception) -> str:

@@ -8,13 +8,20 @@ other ranks hear of it at once instead of when the process, which may take its t
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
+from paceline.control import jobs
+from paceline.control.user_code import user_frames
 from paceline.errors import PeerError
+
+END_S = 5.0
+"""How long a program that another rank's failure ends may take for it, from when its error was shown."""
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -22,6 +29,9 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 class Speaker(Protocol):
     def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
         """Tell the other ranks that this one raised."""
+
+    def linger(self, rank: int | None) -> None:
+        """Return when the process of ``rank`` has ended, or soon."""
 
 
 _speakers: weakref.WeakSet[Speaker] = weakref.WeakSet()
@@ -40,16 +50,36 @@ def speak_for(speaker: Speaker) -> None:
         _hook = sys.excepthook = _chain(sys.excepthook)
 
 
+def _end_soon() -> None:
+    """See to it that the process ends: a backend whose collective will never end waits for it when it is destroyed.
+
+    By faulthandler, whose thread needs no interpreter; the stacks it writes on this occasion are of no interest.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
+
+
 def _chain(before: ExceptHook) -> ExceptHook:
-    """``before`` with the news sent first."""
+    """``before`` with the news sent first; an error that another rank caused is made short, and waits its turn."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        # An error that another rank caused is an echo; and whoever pressed Ctrl-C means every rank.
+        jobs.keep_files = True
+        # Whoever pressed Ctrl-C means every rank.
         if not issubclass(kind, (PeerError, KeyboardInterrupt)):
             for speaker in list(_speakers):
                 # The person must get to read the first cause, whatever happens here.
                 with contextlib.suppress(Exception):
                     speaker.report("its program", error, final=True)
+        if isinstance(error, PeerError):
+            # Not told again, being an echo. Where in torch and in here this rank waited is not what a person looks for.
+            error.__cause__, error.__suppress_context__ = None, True
+            traceback = error.__traceback__ = user_frames(traceback)
         before(kind, error, traceback)
+        if isinstance(error, PeerError):
+            for speaker in list(_speakers):
+                with contextlib.suppress(Exception):
+                    speaker.linger(error.rank)
+            _end_soon()
 
     return hook

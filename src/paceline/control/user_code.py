@@ -13,6 +13,7 @@ import torch
 _PATHS = sysconfig.get_paths()
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_COLLECTIVES = f"{_TORCH}distributed{os.sep}distributed_c10d.py"
 _INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
 _LIBRARY = tuple(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib"))
 
@@ -48,6 +49,50 @@ def line_of_frame(frame: FrameType | None) -> str:
         places.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return _pick(places)
+
+
+def user_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """``traceback`` without the frames of libraries; as it is if there are no others."""
+    kept: TracebackType | None = None
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    for entry in reversed(frames):
+        if is_user_code(entry.tb_frame.f_code.co_filename):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept or (frames[0] if frames else None)
+
+
+# What a thread is at, by the innermost of these that is on its stack.
+_ACTIVITIES = (
+    (f"{_TORCH}utils{os.sep}data", "data loading"),
+    (f"{_TORCH}optim", "the optimizer"),
+    (f"{_TORCH}_dynamo", "compiling"),
+    (f"{_TORCH}_inductor", "compiling"),
+    (f"{_TORCH}serialization.py", "saving or loading"),
+    (f"{_TORCH}distributed{os.sep}checkpoint", "saving or loading"),
+    (_COLLECTIVES, "a collective that it called itself"),
+    (f"{_TORCH}autograd", "backward"),
+    (f"{_TORCH}nn{os.sep}modules", "forward"),
+)
+
+
+def activity_of_frame(frame: FrameType | None) -> str:
+    """What a thread is doing, as far as the files on its stack tell: ``data loading``, ``the optimizer``, ..."""
+    while frame is not None:
+        for start, activity in _ACTIVITIES:
+            if frame.f_code.co_filename.startswith(start):
+                return activity
+        frame = frame.f_back
+    return "code of its own"
+
+
+def collective_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame in which a collective of torch's own runs, if one does."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_COLLECTIVES):
+        frame = frame.f_back
+    return frame
 
 
 def _pick(places: Iterable[tuple[str, int, str]]) -> str:

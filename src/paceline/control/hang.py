@@ -1,0 +1,200 @@
+"""The hang watch: one thread a process that answers where its rank is, and asks the others when nothing happens.
+
+An *inquiry* is a number that somebody counts up in the store. Every rank's thread looks at it now and then and puts up
+its position; who asked reads them, and for ranks that do not answer looks at their file and their process. Off the path
+of a step: it is the thread's connection to the store, and its time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from paceline.control import stacks
+from paceline.control.board import Board
+from paceline.control.position import Position, Report, explain, of_record, of_this_rank
+from paceline.control.progress import Progress, Record, process_state, read_file
+from paceline.control.user_code import collective_frame, line_of_frame
+from paceline.control.wire import Kind
+from paceline.options import HangWatch
+
+LOOK_S = 0.5
+"""How often a rank looks whether somebody asks where it is."""
+ANSWER_S = 3 * LOOK_S
+_log = logging.getLogger("paceline.control")
+
+_settings: HangWatch | None = None
+
+
+def configure(settings: HangWatch) -> None:
+    """Use ``settings`` for channels made from now on."""
+    global _settings
+    _settings = settings
+
+
+def settings() -> HangWatch:
+    """What was configured, or what the environment says."""
+    return _settings or HangWatch.from_arguments()
+
+
+class Inquiries:
+    """Asking the ranks of one channel where they are, and answering."""
+
+    def __init__(self, board: Board, progress: Progress, *, rank: int, size: int, directory: Path | None) -> None:
+        self.board = board
+        self.progress = progress
+        self._rank = rank
+        self._size = size
+        self._directory = directory
+        self._answered = 0
+
+    def answer(self) -> None:
+        """Say where this rank is, if somebody asks."""
+        asked = self.board.store.add("inquiries", 0)
+        if asked > self._answered:
+            self._answered = asked
+            self._put(asked)
+
+    def _put(self, number: int) -> None:
+        self.board.put(f"position/{number}/{self._rank}", Kind.POSITION, *of_this_rank(self.progress).fields())
+
+    def ask(self) -> dict[int, Position | None]:
+        """Where every rank is, in `ANSWER_S` or less; None for one of which nothing can be learnt."""
+        number = self.board.store.add("inquiries", 1)
+        self._answered = max(self._answered, number)
+        self._put(number)
+        found: dict[int, Position | None] = dict.fromkeys(range(self._size))
+        deadline = time.monotonic() + ANSWER_S
+        while None in found.values() and time.monotonic() < deadline:
+            for rank, position in found.items():
+                if position is None:
+                    fields = self.board.read(f"position/{number}/{rank}", Kind.POSITION)
+                    found[rank] = Position.from_fields(fields) or self._of_the_dead(rank)
+            time.sleep(20e-3)
+        for rank, position in found.items():
+            if position is None:
+                found[rank] = self._from_file(rank)
+        return found
+
+    def report(self) -> Report:
+        """Why nothing happens."""
+        return explain(self.ask(), self._size)
+
+    def divergence(self) -> Report | None:
+        """Where ranks parted, if they did."""
+        report = self.report() if self._directory is not None else None
+        return report if report is not None and report.parted else None
+
+    def gone(self) -> list[int]:
+        """The ranks of this host whose processes have ended."""
+        return [rank for rank in range(self._size) if rank != self._rank and self._of_the_dead(rank) is not None]
+
+    def is_running(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is on this host and has not ended."""
+        record = self._record(rank)
+        return record is not None and process_state(record) in ("running", "stopped")
+
+    def _of_the_dead(self, rank: int) -> Position | None:
+        """Nothing has to be awaited of a process that has ended."""
+        record = self._record(rank)
+        dead = record is not None and process_state(record) in ("gone", "stopped")
+        return self._from_file(rank) if dead else None
+
+    def _from_file(self, rank: int) -> Position | None:
+        record = self._record(rank)
+        return of_record(record, self._directory) if record is not None and self._directory is not None else None
+
+    def _record(self, rank: int) -> Record | None:
+        if self._directory is None:
+            return None
+        return read_file(self._directory / f"wrapper{self.progress.wrapper}.rank{rank}")
+
+
+class Watched(Protocol):
+    """A channel, as the watch sees it."""
+
+    @property
+    def inquiries(self) -> Inquiries: ...
+
+    def hear(self) -> None:
+        """Look for news of failure."""
+
+
+class _Watch:
+    """The thread."""
+
+    def __init__(self) -> None:
+        self._channels: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._ended = threading.Event()
+        self._pid = 0
+        self._seen: tuple[int, int] | None = None
+        self._seen_since = 0.0
+        self._told = False
+
+    def add(self, channel: Watched) -> None:
+        self._channels.add(channel)
+        if self._pid != os.getpid():
+            # The first channel, or the first one in a process that was forked.
+            self._pid = os.getpid()
+            self._ended.clear()
+            thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
+            thread.start()
+            atexit.register(self._end, thread)
+
+    def _end(self, thread: threading.Thread) -> None:
+        # A thread that is inside C++ when the interpreter ends would take the process down with it.
+        self._ended.set()
+        if thread is not threading.current_thread() and self._pid == os.getpid():
+            thread.join(5.0)
+            stacks.take_away()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            for channel in list(self._channels):
+                # A store that is gone: its group has ended, or its host.
+                with contextlib.suppress(Exception):
+                    channel.inquiries.answer()
+                    channel.hear()
+            with contextlib.suppress(Exception):
+                self._look_at_main_thread()
+            channel = None  # type: ignore[assignment]  # or the last one would never be collected
+
+    def _look_at_main_thread(self) -> None:
+        """Notice a collective that the user called and that does not end: no wait of ours sees it."""
+        frame = collective_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+        now = time.monotonic()
+        seen = (id(frame), frame.f_lasti) if frame is not None else None
+        if seen is None or seen != self._seen:
+            self._seen, self._seen_since, self._told = seen, now, False
+            return
+        current = settings()
+        if current.mode != "off" and not self._told and now - self._seen_since > current.after_s:
+            self._told = True
+            self._tell_of_raw_collective(frame, now - self._seen_since)
+
+    def _tell_of_raw_collective(self, frame: FrameType | None, waited_s: float) -> None:
+        assert frame is not None
+        print(
+            f"paceline: this process has been in torch.distributed.{frame.f_code.co_name} for {waited_s:.0f} s, called "
+            f"at {line_of_frame(frame)}.",
+            file=sys.stderr,
+        )
+        for channel in list(self._channels):
+            print(f"paceline: {channel.inquiries.report()}", file=sys.stderr, flush=True)
+
+
+_watch = _Watch()
+
+
+def watch(channel: Watched) -> None:
+    """Answer for ``channel``'s rank as long as it lives."""
+    _watch.add(channel)

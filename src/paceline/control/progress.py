@@ -1,0 +1,177 @@
+"""Which collectives a rank has started, and what it waits for: a few lines of memory that are also a file.
+
+The file is mapped, so that writing costs no system call and what was written is there when the process is not: for
+other ranks of the host, and for the doctor. One file a wrapper and rank. ::
+
+    head: who this is | how many collectives | waiting since when, in what | how it failed
+    ring: the last collectives: number, when, and a line of text each
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.control import jobs
+
+MAGIC = b"plprog01"
+RING = 32
+# magic, pid, when the process began, rank, size, wrapper, signal for stacks, host
+_WHO = struct.Struct("<8sqqqqqq64s")
+# collectives started, step, waiting since (0: not), last sign of life
+_STATE = struct.Struct("<qqdd")
+_TEXT = struct.Struct("<400s")
+_ENTRY = struct.Struct("<q184s")
+_STATE_AT = _WHO.size
+_WAITING_AT = _STATE_AT + _STATE.size
+_FAILED_AT = _WAITING_AT + _TEXT.size
+_RING_AT = _FAILED_AT + _TEXT.size
+FILE_BYTES = _RING_AT + RING * _ENTRY.size
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a progress file says."""
+
+    pid: int
+    born: int
+    rank: int
+    size: int
+    wrapper: int
+    stack_signal: int
+    host: str
+    started: int
+    step: int
+    waiting_since: float
+    alive_at: float
+    waiting: str
+    failed: str
+    recent: dict[int, str]
+    """The last collectives by number, from 1."""
+
+
+class Progress:
+    """This rank's progress in one wrapper."""
+
+    def __init__(self, directory: Path | None, *, rank: int, size: int, wrapper: int, stack_signal: int = 0) -> None:
+        self.path = directory / f"wrapper{wrapper}.rank{rank}" if directory is not None else None
+        self.wrapper = wrapper
+        self.started = 0
+        self.waiting_since = 0.0
+        self.waiting = ""
+        self.step = 0
+        memory = _map(self.path)
+        self._memory = memory
+        host = socket.gethostname().encode()[:64]
+        _WHO.pack_into(memory, 0, MAGIC, os.getpid(), birth(os.getpid()), rank, size, wrapper, stack_signal, host)
+        self._write_state()
+        if self.path is not None:
+            self._gone = weakref.finalize(self, jobs.remove, self.path)
+
+    def start(self, kind: str, what: str, tensor: Tensor) -> None:
+        """A collective is about to be started."""
+        self.started = number = self.started + 1
+        text = f"{kind} of {what}, {tensor.numel()} x {tensor.dtype}".encode()
+        _ENTRY.pack_into(self._memory, _RING_AT + number % RING * _ENTRY.size, number, text)
+        self._write_state()
+
+    def begin_wait(self, doing: str) -> None:
+        self.waiting, self.waiting_since = doing, time.time()
+        _TEXT.pack_into(self._memory, _WAITING_AT, doing.encode())
+        self._write_state()
+
+    def end_wait(self) -> None:
+        self.waiting_since = 0.0
+        self._write_state()
+
+    def fail(self, text: str) -> None:
+        """This rank failed: the doctor will want to know how."""
+        _TEXT.pack_into(self._memory, _FAILED_AT, text.encode(errors="replace"))
+
+    def recent(self) -> dict[int, str]:
+        return read(bytes(self._memory)).recent
+
+    def _write_state(self) -> None:
+        _STATE.pack_into(self._memory, _STATE_AT, self.started, self.step, self.waiting_since, time.time())
+
+
+def _map(path: Path | None) -> mmap.mmap:
+    if path is None:
+        return mmap.mmap(-1, FILE_BYTES)
+    with path.open("w+b") as file:
+        file.truncate(FILE_BYTES)
+        return mmap.mmap(file.fileno(), FILE_BYTES)
+
+
+def read_file(path: Path) -> Record | None:
+    """What the file says; None if it is not one of ours, or not whole."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return read(data) if len(data) == FILE_BYTES and data.startswith(MAGIC) else None
+
+
+def read(data: bytes) -> Record:
+    _, pid, born, rank, size, wrapper, stack_signal, host = _WHO.unpack_from(data, 0)
+    started, step, waiting_since, alive_at = _STATE.unpack_from(data, _STATE_AT)
+    recent: dict[int, str] = {}
+    for n in range(RING):
+        number, text = _ENTRY.unpack_from(data, _RING_AT + n * _ENTRY.size)
+        if number > 0:
+            recent[number] = _text(text)
+    return Record(
+        pid=pid,
+        born=born,
+        rank=rank,
+        size=size,
+        wrapper=wrapper,
+        stack_signal=stack_signal,
+        host=_text(host),
+        started=started,
+        step=step,
+        waiting_since=waiting_since,
+        alive_at=alive_at,
+        waiting=_text(*_TEXT.unpack_from(data, _WAITING_AT)),
+        failed=_text(*_TEXT.unpack_from(data, _FAILED_AT)),
+        recent=dict(sorted(recent.items())),
+    )
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\x00")[0].decode(errors="replace")
+
+
+# -- processes -------------------------------------------------------------------------------------------------
+
+
+def birth(pid: int) -> int:
+    """When a process began, in the kernel's ticks, by which to know it from another of the same number; 0: gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def process_state(record: Record) -> str:
+    """``running``, ``stopped`` or ``gone``, as this host sees it; empty if the process is of another host."""
+    if record.host != socket.gethostname()[:64]:
+        return ""
+    fields = _stat(record.pid)
+    if not fields or (record.born and int(fields[19]) != record.born) or fields[0] in "ZX":
+        return "gone"
+    return "stopped" if fields[0] in "Tt" else "running"
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        # The name in parentheses may hold anything, blanks and parentheses too.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
