@@ -4,6 +4,7 @@ Nothing else imports a private torch module (tests/test_layers.py holds this), s
 reading the files of this package. The rest of Paceline writes ``_torch.name``.
 """
 
+from paceline._torch.agreement import *  # noqa: F403
 from paceline._torch.autograd import *  # noqa: F403
 from paceline._torch.c10d import *  # noqa: F403
 from paceline._torch.compilation import *  # noqa: F403

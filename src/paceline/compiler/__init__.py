@@ -6,10 +6,13 @@
 - ``catch``: getting hold of that graph, whatever the backend
 - ``run``: what is called instead of the compiled graph: the wrapper's part around it
 - ``backend``: saying it explicitly: the backend ``paceline``, and ``paceline.compile``
+- ``agreement``: ranks compile the same frames at the same time; ``meeting`` (how they talk), ``shapes`` (what they have
+  seen), ``fingerprint`` (which graph it is), ``once`` (one rank compiles for all)
 - ``record``: what was compiled, and why something was not
 - ``placement``: when in backward each bucket leaves; ``explain`` shows it all
 """
 
+from paceline.compiler.agreement import Compilation, CompileAgreement, agreement
 from paceline.compiler.backend import Backend, backend, compile_module
 from paceline.compiler.catch import Inside, catch
 from paceline.compiler.explain import Explanation, explain
@@ -20,10 +23,13 @@ from paceline.compiler.tap import MAX_TAP_BYTES
 __all__ = [
     "MAX_TAP_BYTES",
     "Backend",
+    "Compilation",
+    "CompileAgreement",
     "Explanation",
     "Inside",
     "Mark",
     "Wrapper",
+    "agreement",
     "backend",
     "catch",
     "compile_module",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import fx, nn
 
 from paceline import _torch
 from paceline.compiler import graph as graphs
+from paceline.compiler.agreement import AgreedCall
 from paceline.compiler.placement import announcement
 from paceline.compiler.record import GraphRecord, note
 from paceline.compiler.run import Run
@@ -76,9 +78,25 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -
     return Backend(_torch.find_backend("inductor"))(gm, example_inputs, **options)
 
 
-def compile_module(model: nn.Module, *, inner: str | CompileFunction = "inductor", **options: Any) -> Any:
+def compile_module(
+    model: nn.Module,
+    *,
+    inner: str | CompileFunction = "inductor",
+    agreement: bool = False,
+    once: bool = False,
+    **options: Any,
+) -> Any:
     """``torch.compile`` with ``inner`` as the backend, in which every graph reports its gradients, also where
     breaks make several graphs of one forward. The other arguments are those of torch.compile.
+
+    With ``agreement`` all ranks compile the same graphs at the same time; with ``once`` one rank does it for all
+    (``paceline.compiler.agreement``).
     """
     chosen = _torch.find_backend(inner, mode=options.pop("mode", None), options=options.pop("options", None))
-    return torch.compile(model, backend=Backend(chosen), **options)
+    compiled = torch.compile(model, backend=Backend(chosen), **options)
+    if not (agreement or once):
+        return compiled
+    if not isinstance(compiled, nn.Module):
+        return functools.wraps(compiled)(AgreedCall(compiled, once=once))
+    compiled.forward = AgreedCall(compiled.forward, once=once)
+    return compiled

@@ -1,0 +1,195 @@
+"""One rank compiles a graph, and the others load what it made.
+
+torch loads artifacts by unpickling them, and kernels are programs. So a rank takes bytes only from rank 0 of its own
+group, and only if their SHA-256 is the one that rank 0 has put into the group's store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline import _torch
+from paceline.compiler import shapes
+from paceline.compiler.fingerprint import Fingerprint
+from paceline.compiler.meeting import Kind, Meeting
+from paceline.errors import DisagreementError, PeerFailedError
+
+NOTHING, FAILED = 0, -1
+COMPILED, LOADED = "compiled here", "loaded from rank 0"
+# Where Inductor keeps a library: two letters of its key, and the key.
+_KERNEL = re.compile(r"[a-z0-9]{2}/[a-z0-9]{8,80}\.main\.so")
+logger = logging.getLogger("paceline.compiler")
+
+
+class Artifacts(NamedTuple):
+    """What a rank has made of a graph: torch's cache entries, and libraries of kernels by their file's name."""
+
+    cache: bytes
+    kernels: dict[str, bytes]
+
+    def encode(self) -> bytes:
+        head = json.dumps([len(self.cache), [[name, len(data)] for name, data in self.kernels.items()]]).encode()
+        return b"".join([len(head).to_bytes(8, "little"), head, self.cache, *self.kernels.values()])
+
+    @staticmethod
+    def decode(data: bytes) -> Artifacts:
+        """The artifacts in rank 0's message; an error if it is not of the form that `encode` makes."""
+        at = 8 + int.from_bytes(data[:8], "little")
+        cache, kernels = b"", {}
+        match shapes.read_json(data[8:at], 0):
+            case [int(n_cache), [*listed]]:
+                cache, at = data[at : at + n_cache], at + n_cache
+            case _:
+                raise _refusal("is no list of artifacts")
+        for entry in listed:
+            match entry:
+                case [str(name), int(length)] if length >= 0 and _KERNEL.fullmatch(name):
+                    kernels[name], at = data[at : at + length], at + length
+                case _:
+                    raise _refusal(f"has a kernel with a name that Inductor does not give: {str(entry)[:200]}")
+        if n_cache < 0 or at != len(data):
+            raise _refusal(f"has {len(data)} bytes instead of {at}")
+        return Artifacts(cache, kernels)
+
+
+def _refusal(why: str) -> DisagreementError:
+    return DisagreementError(f"What rank 0 sent of its artifacts {why}. Nothing of it was loaded.")
+
+
+class Once:
+    """Compiles graphs on rank 0 for all ranks of a meeting."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._sent: set[str] = set()
+        self._offers = 0
+
+    def compile(self, frame: str, graph: Fingerprint, compile_: Callable[[], Any]) -> tuple[Any, str]:
+        """The compiled graph, and where it is from."""
+        reason = self._obstacle(frame, graph)
+        if reason:
+            return self._compile_here(frame, compile_, reason)
+        self._offers += 1
+        lead = self._lead if self._meeting.rank == 0 else self._follow
+        return lead(frame, compile_)
+
+    def _obstacle(self, frame: str, graph: Fingerprint) -> str:
+        """Why ranks cannot use the same compiled graph; empty if they can."""
+        mine = {**environment(), "graph": graph.exact_digest}
+        notes = self._meeting.exchange(Kind.OFFER, body=json.dumps(mine).encode(), doing=f"comparing {frame}")
+        ours, *others = (shapes.read_json(note.body, rank) for rank, note in enumerate(notes))
+        for rank, theirs in enumerate(others, start=1):
+            for name in mine:
+                if theirs.get(name) != ours.get(name):
+                    told = "" if name == "graph" else f" ({ours.get(name)} and {theirs.get(name)})"
+                    return f"the {name} of rank {rank} is not that of rank 0{told}"
+        return ""
+
+    def _compile_here(self, frame: str, compile_: Callable[[], Any], reason: str) -> tuple[Any, str]:
+        logger.info("Every rank compiles %s by itself: %s.", frame, reason)
+        return compile_(), f"{COMPILED}: {reason}"
+
+    def _lead(self, frame: str, compile_: Callable[[], Any]) -> tuple[Any, str]:
+        try:
+            with _torch.artifacts_of_this() as found:
+                compiled = compile_()
+        except Exception:
+            self._announce(FAILED, frame)
+            raise
+        if not found:
+            self._announce(NOTHING, frame)
+            return compiled, f"{COMPILED}: the backend leaves no artifacts"
+        data = Artifacts(found[0], self._new_kernels()).encode()
+        self._meeting.store.set(self._key, hashlib.sha256(data).hexdigest())
+        self._announce(len(data), frame)
+        self._meeting.broadcast(data, n_bytes=len(data), doing=f"sending artifacts of {frame}")
+        return compiled, COMPILED
+
+    def _follow(self, frame: str, compile_: Callable[[], Any]) -> tuple[Any, str]:
+        n_bytes = self._announce(NOTHING, frame)
+        if n_bytes == FAILED:
+            raise PeerFailedError(f"rank 0 raised in compiling {frame}, which it did for all ranks.", rank=0)
+        if n_bytes == NOTHING:
+            return self._compile_here(frame, compile_, "the backend leaves no artifacts")
+        data = self._meeting.broadcast(b"", n_bytes=n_bytes, doing=f"receiving artifacts of {frame}")
+        announced = self._meeting.store.get(self._key).decode()
+        if hashlib.sha256(data).hexdigest() != announced:
+            raise DisagreementError(
+                f"The artifacts of {frame} that rank {self._meeting.rank} received are not those that rank 0 announced "
+                f"(SHA-256 {announced}); nothing of them was loaded."
+            )
+        install(Artifacts.decode(data))
+        hits = _torch.cache_hits()
+        compiled = compile_()
+        if _torch.cache_hits() == hits:
+            reason = "torch did not find the artifacts of rank 0 in its cache"
+            logger.info("Rank %d compiled %s by itself: %s.", self._meeting.rank, frame, reason)
+            return compiled, f"{COMPILED}: {reason}"
+        return compiled, LOADED
+
+    @property
+    def _key(self) -> str:
+        return f"artifacts/{self._offers}"
+
+    def _announce(self, n_bytes: int, frame: str) -> int:
+        """What rank 0 has to give; its ``n_bytes`` is what counts."""
+        doing = f"waiting for rank 0 to compile {frame}"
+        return self._meeting.exchange(Kind.ARTIFACTS, flag=n_bytes, doing=doing, patient=True)[0].flag
+
+    def _new_kernels(self) -> dict[str, bytes]:
+        names = [name for name in _torch.kernel_files() if name not in self._sent and _KERNEL.fullmatch(name)]
+        self._sent.update(names)
+        return {name: (Path(_torch.kernel_folder()) / name).read_bytes() for name in names}
+
+
+def install(artifacts: Artifacts) -> None:
+    """Put artifacts, which are trusted, where torch looks for them."""
+    for name, data in artifacts.kernels.items():
+        path = Path(_torch.kernel_folder()) / name
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: ranks of a host share the folder.
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, path)
+    torch.compiler.load_cache_artifacts(artifacts.cache)
+
+
+def environment() -> dict[str, str]:
+    """What compiled code depends on besides its graph."""
+    accelerator = torch.accelerator.current_accelerator()
+    device = "none"
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        device = f"{accelerator.type} {module.get_device_name() if hasattr(module, 'get_device_name') else ''}"
+    return {
+        "version of torch": f"{torch.__version__} {torch.version.git_version}",
+        "version of Python": sys.version.split()[0],
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_flags()}",
+        "accelerator": device,
+    }
+
+
+def _cpu_flags() -> str:
+    """A digest of the instructions that the processor says it has; empty where it cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(flags.encode()).hexdigest()[:12]

@@ -1,0 +1,191 @@
+"""One rank compiles and the others load what it made: with caches of their own, as on different hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+import paceline
+from paceline import DDP, _torch, errors
+from paceline.compiler import agreement, shapes
+from paceline.compiler.meeting import Meeting
+from paceline.compiler.once import COMPILED, LOADED, Artifacts
+from tests.compiler._compare import batch, same_grads
+from tests.compiler.test_failures import Salted
+
+TIMEOUT_S = 300
+
+
+@contextlib.contextmanager
+def _own_cache(folder, rank):
+    """A cache that is empty, and no other rank's."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / str(rank))
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def _once(rank, size, folder, salt):
+    with _own_cache(folder, rank):
+        eager, ddp = DDP(Salted(salt)), DDP(Salted(salt))
+        compiled = paceline.compile(ddp, once=True)
+        for model in (eager, compiled):
+            model(batch(rank)).square().sum().backward()
+        same_grads(eager, ddp)
+        built = {path.name for path in Path(folder, str(rank)).rglob("*.main.cpp")}
+        kernels = {Path(name).name.removesuffix(".so") + ".cpp" for name in _torch.kernel_files()}
+        [found] = compiled.forward._agreement.compilations
+        return found.source, counters["inductor"]["fxgraph_cache_miss"], kernels <= built, len(kernels) > 0
+
+
+def test_one_rank_compiles_and_the_others_load_it(ranks, tmp_path):
+    # A number that no cache has seen, nor has this process: kernels that it has loaded before need no file.
+    first, second = ranks(_once, str(tmp_path), 1 + random.Random(time.time_ns()).random(), timeout=TIMEOUT_S)
+    assert first == (COMPILED, 2, True, True)
+    assert second == (LOADED, 0, True, True)
+    # The libraries came from rank 0, to the byte: they were not compiled anew.
+    libraries = [{p.name: p.read_bytes() for p in (tmp_path / str(r)).rglob("*.main.so")} for r in range(2)]
+    shared = libraries[0].keys() & libraries[1].keys()
+    assert shared
+    assert all(libraries[0][name] == libraries[1][name] for name in shared)
+
+
+def _cannot(rank, size, folder):
+    scale = 3.5 + rank
+
+    def constant(x):
+        return (x * scale).sum()
+
+    def plain(x):
+        return x.sum()
+
+    with _own_cache(folder, rank), agreement(True, once=True) as agreed:
+        torch.compile(constant, backend="aot_eager")(torch.ones(3))
+        torch.compile(plain, backend="eager")(torch.ones(3))
+        # There is one machine here; the version is what can be different on it.
+        version = torch.__version__
+        torch.__version__ = f"{version}-of-rank-{rank}"
+        try:
+            torch.compile(lambda x: x.prod(), backend="aot_eager")(torch.ones(3))
+        finally:
+            torch.__version__ = version
+    return [compilation.source for compilation in agreed.compilations]
+
+
+def test_if_ranks_cannot_share_each_compiles_and_the_reason_is_kept(ranks, tmp_path):
+    for constant, plain, version in ranks(_cannot, str(tmp_path), timeout=TIMEOUT_S):
+        assert constant == f"{COMPILED}: the graph of rank 1 is not that of rank 0"
+        assert plain == f"{COMPILED}: the backend leaves no artifacts"
+        assert version.startswith(f"{COMPILED}: the version of torch of rank 1 is not that of rank 0")
+
+
+def _tampered(rank, size, folder):
+    broadcast, loaded = Meeting.broadcast, []
+
+    def tamper(self, data, **options):
+        received = broadcast(self, data, **options)
+        return received[:-1] + bytes([received[-1] ^ 1]) if rank == 1 else received
+
+    load = torch.compiler.load_cache_artifacts
+    Meeting.broadcast = tamper
+    torch.compiler.load_cache_artifacts = loaded.append
+    try:
+        with _own_cache(folder, rank), agreement(True, once=True):
+            expected = (errors.PeerFailedError, errors.DisagreementError)[rank]
+            with pytest.raises(expected, match="not those that rank 0 announced"):
+                torch.compile(lambda x: x.sin(), backend="inductor")(torch.ones(3))
+    finally:
+        Meeting.broadcast, torch.compiler.load_cache_artifacts = broadcast, load
+    assert loaded == []
+    dist.barrier()
+
+
+def test_bytes_that_rank_0_did_not_announce_are_not_loaded(ranks, tmp_path):
+    ranks(_tampered, str(tmp_path), timeout=TIMEOUT_S)
+
+
+def _fails(rank, size):
+    def backend(gm, example_inputs):
+        raise RuntimeError(f"no such instruction on rank {rank}")
+
+    torch._dynamo.reset()
+    expected = (torch._dynamo.exc.BackendCompilerFailed, errors.PeerFailedError)[rank]
+    with agreement(True, once=True), pytest.raises(expected, match=r"no such instruction on rank 0|rank 0 raised"):
+        torch.compile(lambda x: x.sum(), backend=backend)(torch.ones(3))
+
+
+def test_if_the_rank_that_compiles_fails_all_do(ranks):
+    ranks(_fails, timeout=TIMEOUT_S)
+
+
+# -- messages ------------------------------------------------------------------------------------------
+
+
+def _mutated(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        match rng.randrange(3):
+            case 0:
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            case 1:
+                del changed[rng.randrange(len(changed)) :]
+                changed += b"}"
+            case 2:
+                at = rng.randrange(len(changed))
+                changed[at:at] = rng.choice([b"[", b"1e999", b'"?"', b"-1", b"null", b"\xff"])
+    return bytes(changed)
+
+
+def test_what_cannot_be_understood_is_refused():
+    sizes = {"L['x']": [None, [3, "?"], [["S", 1], 1]], "L['n']": [12, "?", "?"]}
+    message = shapes.encode("f (train.py:3)", sizes)
+    assert shapes.decode(message, 0) == ("f (train.py:3)", sizes)
+    packed = Artifacts(b"cache", {"ab/cabc0123456789.main.so": b"library"}).encode()
+    assert Artifacts.decode(packed) == Artifacts(b"cache", {"ab/cabc0123456789.main.so": b"library"})
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(5000):
+        for decode, data in ((lambda data: shapes.decode(data, 1), message), (Artifacts.decode, packed)):
+            try:
+                decode(_mutated(data, rng))
+            except errors.DisagreementError:
+                refused += 1
+    assert refused > 5000
+
+
+@pytest.mark.parametrize("name", ["../evil.main.so", "/etc/x.main.so", "ab/cabc0123456789.main.py", "ab/../x.main.so"])
+def test_kernels_go_nowhere_but_where_inductor_looks(name):
+    with pytest.raises(errors.DisagreementError, match="name"):
+        Artifacts.decode(Artifacts(b"", {name: b"x"}).encode())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"x": [1, 2]},
+        {"x": [True, None, None]},
+        {"x": [2**63, None, None]},
+        {"x": [None, [1] * 65, None]},
+        {"x": [None, None, [["S", 64]]]},
+        {"x" * 1001: [1, None, None]},
+    ],
+)
+def test_sizes_of_the_wrong_form_are_refused(sizes):
+    with pytest.raises(errors.DisagreementError, match="rank 1"):
+        shapes.decode(json.dumps({"frame": "f", "sizes": sizes}).encode(), 1)
