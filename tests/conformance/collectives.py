@@ -40,9 +40,6 @@ MANY_RANKS = 8
 _BY_NAME = "torch's monitored_barrier() asks for a backend whose name is gloo, and refuses any other"
 _IN_OTHER_WORDS = "the error comes in time and names the ranks that did not arrive, in words the test does not look for"
 KNOWN: dict[str, str] = {
-    "test_barrier_timeout_global": _IN_OTHER_WORDS,
-    "test_barrier_timeout_group": _IN_OTHER_WORDS,
-    "test_barrier_timeout_full_group": _IN_OTHER_WORDS,
     "test_monitored_barrier_gloo": _BY_NAME,
     "test_monitored_barrier_gloo_subgroup": _BY_NAME,
     "test_monitored_barrier_gloo_rank_0_timeout": _IN_OTHER_WORDS,

@@ -56,7 +56,7 @@ class Segment:
 
 @contextmanager
 def segment_path() -> Iterator[Path]:
-    path = _SHM / f"kernel-test-{secrets.token_hex(8)}"
+    path = _SHM / f"kernel-test-{os.getpid()}-{secrets.token_hex(8)}"
     try:
         yield path
     finally:

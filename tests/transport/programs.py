@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paceline.errors import PacelineError
 from paceline.transport import kernel
-from paceline.transport.kernel import DTYPES, Job, Kind, Op
+from paceline.transport.codes import DTYPES, Kind, Op
+from paceline.transport.kernel import Job
 from tests.transport.processes import TIMEOUT_S, Rank
 
 # Ranks share the cores.
@@ -148,7 +149,7 @@ def scales_inputs(rank: Rank) -> None:
 
 def exchanges(rank: Rank) -> None:
     me, size, channel = rank.rank, rank.size, rank.channel
-    common = {"timeout_s": TIMEOUT_S, "keep": None}
+    common = {"timeout_s": TIMEOUT_S, "keep": None, "dtype": torch.int32}
     for turn, count in enumerate((0, 3, 50_000, 1_500_000)):
         inline = turn % 2 == 0
         inputs = [data(r, count, torch.int32) for r in range(size)]
@@ -308,8 +309,16 @@ def disagrees(rank: Rank) -> list[str]:
     expect(rank.channel.barrier(timeout_s=TIMEOUT_S, inline=True) if odd else all_reduce(rank, torch.ones(90_000)))
     t = torch.ones(100)
     recvs = [(t.data_ptr(), 80 if odd else 40)] * rank.size
-    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, same=True, kind=Kind.ALL_GATHER, **keep))
-    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, same=True, kind=Kind.BROADCAST, root=int(odd), **keep))
+    bytes_of = {"same": True, "dtype": t.dtype, **keep}
+    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.ALL_GATHER, **bytes_of))
+    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.BROADCAST, root=int(odd), **bytes_of))
+    recvs = [(t.data_ptr(), 40)] * rank.size
+    for dtypes in ((torch.float32, torch.int32), (torch.float8_e5m2, torch.float8_e4m3fn)):
+        bytes_of["dtype"] = dtypes[odd]
+        expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.ALL_GATHER, **bytes_of))
+    # What has no bytes goes with any dtype.
+    bytes_of["dtype"] = torch.int8 if odd else torch.float32
+    rank.channel.exchange([(0, 0)], [(0, 0)] * rank.size, kind=Kind.ALL_GATHER, **bytes_of).wait()
     expect(
         rank.channel.reduce_exchange(
             [t.data_ptr()] * rank.size, [3, 1] if odd else [1, 3], t.data_ptr(), dtype=0, op=Op.SUM,
@@ -353,7 +362,9 @@ def a_collective(rank: Rank, what: str, timeout_s: float = TIMEOUT_S) -> None:
     elif what == "exchange":
         t = torch.ones(1_000_000)
         outs = [torch.empty_like(t) for _ in range(rank.size)]
-        rank.channel.exchange(pieces([t]), pieces(outs), same=True, kind=Kind.ALL_GATHER, **common).wait()
+        rank.channel.exchange(
+            pieces([t]), pieces(outs), same=True, kind=Kind.ALL_GATHER, dtype=t.dtype, **common
+        ).wait()
     elif what == "reduce_exchange":
         t = torch.ones(1_000_000)
         rank.channel.reduce_exchange(
@@ -399,7 +410,7 @@ def one_leaves(rank: Rank) -> None:
 
 def one_poisons(rank: Rank) -> None:
     if rank.rank == 1:
-        rank.channel.poison("the dog ate the gradients")
+        rank.channel.poison("the dog ate the gradients", blamed=11)
     t = torch.ones(100_000)
     all_reduce(rank, t).wait()
 
@@ -416,7 +427,7 @@ def one_aborts(rank: Rank) -> None:
 
 def stays_poisoned(rank: Rank) -> list[str]:
     rank.settle()
-    rank.channel.poison("one")
+    rank.channel.poison("one", blamed=None)
     said = []
     for _ in range(2):
         try:
@@ -429,19 +440,25 @@ def stays_poisoned(rank: Rank) -> list[str]:
 def forks(rank: Rank) -> str:
     """A child of fork is refused, and its end changes nothing for its parent."""
     rank.settle()
+    other, t = 1 - rank.rank, torch.ones(1)
+    common = {"timeout_s": TIMEOUT_S, "keep": t}
+    pending = rank.channel.recv(t.data_ptr(), t.nbytes, other, 0, **common)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        try:
-            rank.settle()
-        except PacelineError as error:
-            os.write(write, f"{type(error).__name__}: {error}".encode())
+        for call in (rank.settle, pending.wait):
+            try:
+                call()
+            except PacelineError as error:
+                os.write(write, f"{type(error).__name__}: {error}\n".encode())
         rank.channel.close()
         os.close(rank.control.fd)
         os._exit(0)
     os.waitpid(pid, 0)
     said = os.read(read, 1000).decode()
     # Still a rank, and its lock still says so.
+    rank.channel.send(t.data_ptr(), t.nbytes, other, 0, **common).wait()
+    pending.wait()
     for _ in range(3):
         rank.settle()
     return said

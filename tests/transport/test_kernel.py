@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.errors import BadArgumentError, StateError
 from paceline.transport import kernel
+from paceline.transport.codes import Op
 from paceline.transport.kernel import Channel, control_nbytes
-from tests.transport import programs
+from tests.transport import ends, programs
 from tests.transport.processes import Outcome, RankRunner, Segment, segment_path, values
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +38,7 @@ def run() -> RankRunner:
 def test_all_reduce_gives_the_fold_in_rank_order_to_the_bit(run: RankRunner, size: int, sizes: tuple[int, ...]) -> None:
     checked = values(run(size, programs.reduces_every_dtype_and_op, sizes=sizes))
     cases = list(programs.cases())
-    sums = sum(op is kernel.Op.SUM for _, op in cases)
+    sums = sum(op is Op.SUM for _, op in cases)
     assert checked == [len(cases) * len(sizes) + sums] * size
 
 
@@ -67,11 +74,12 @@ def test_several_threads_may_submit(run: RankRunner) -> None:
 def test_ranks_in_different_collectives_are_told_on_every_rank_and_go_on(run: RankRunner) -> None:
     said = values(run(2, programs.disagrees))
     assert said[0] == said[1]
-    assert [line.split(":")[0] for line in said[0]] == ["DisagreementError"] * 9
+    assert [line.split(":")[0] for line in said[0]] == ["DisagreementError"] * 11
     assert "rank 10 in all_reduce(SUM, 10 x float32), rank 11 in all_reduce(SUM, 11 x float32)" in said[0][0]
     assert "rank 10 in all_reduce(SUM, 90000 x float32), rank 11 in barrier" in said[0][5]
-    assert "all_gather: rank 10 sends 40 bytes to rank 11, which expects 80" in said[0][6]
-    assert "broadcast root 0, rank 11 in broadcast root 1" in said[0][7]
+    assert "all_gather(float32): rank 10 sends 40 bytes to rank 11, which expects 80" in said[0][6]
+    assert "broadcast(float32) root 0, rank 11 in broadcast(float32) root 1" in said[0][7]
+    assert "rank 10 in all_gather(float32), rank 11 in all_gather(int32)" in said[0][8]
 
 
 def test_what_makes_no_sense_is_refused(run: RankRunner) -> None:
@@ -81,7 +89,8 @@ def test_what_makes_no_sense_is_refused(run: RankRunner) -> None:
 
 def test_a_fork_is_not_a_rank(run: RankRunner) -> None:
     said = values(run(2, programs.forks))
-    assert all(line.startswith("StateError: this process is a fork") for line in said)
+    for lines in said:
+        assert [line.startswith("StateError: this process is a fork") for line in lines.splitlines()] == [True, True]
 
 
 def test_waiting_for_a_while_leaves_the_job_running(run: RankRunner) -> None:
@@ -150,6 +159,17 @@ def test_abort_ends_what_is_under_way_everywhere(run: RankRunner) -> None:
         assert outcome.message == "rank 11 has aborted the group"
 
 
+def test_abort_ends_a_close_that_hangs(run: RankRunner) -> None:
+    for outcome in run(2, ends.is_aborted_while_it_closes):
+        assert (outcome.error, outcome.message) == ("PeerFailedError", "rank 10 has aborted the group")
+
+
+def test_signals_are_handled_in_waits(run: RankRunner) -> None:
+    said = values(run(2, ends.is_interrupted))
+    assert said[0] == ["KeyboardInterrupt"] * 3 + ["nothing", "KeyboardInterrupt"]
+    assert said[1] == ["PeerFailedError: rank 10 was interrupted in barrier"]
+
+
 def test_poison_stays(run: RankRunner) -> None:
     assert values(run(1, programs.stays_poisoned)) == [["PeerFailedError: one"] * 2]
 
@@ -184,6 +204,40 @@ def test_a_message_that_does_not_come_is_a_time_out(run: RankRunner) -> None:
         f"RankLostError: rank 11 waited 0.1 s for {who} to send a message of 40 bytes with tag 9"
         for who in ("rank 10", "any rank")
     ]
+
+
+def test_a_message_that_races_with_the_end_leaves_no_thread() -> None:
+    """Ranks are threads here: both ends of a group in one process, closed while the first message is on its way."""
+
+    def send(channel: Channel, t: torch.Tensor, said: list[str]) -> None:
+        try:
+            channel.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=60, keep=t).wait()
+        except StateError as error:
+            said.append(str(error))
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = threads()
+    for _ in range(100):
+        memory = mmap.mmap(-1, control_nbytes(2))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        ends_of_it = [
+            Channel(address=address, nbytes=len(memory), fd=-1, rank=rank, size=2, create=rank == 0)
+            for rank in range(2)
+        ]
+        said: list[str] = []
+        sender = threading.Thread(target=send, args=(ends_of_it[0], torch.ones(2), said))
+        sender.start()
+        for channel in ends_of_it:
+            channel.close()
+        sender.join()
+        assert said in ([], ["this rank has closed the group"])
+    # Python's join returns a moment before the thread is gone.
+    deadline = time.monotonic() + 30
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0)
+    assert threads() <= before
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
@@ -225,7 +279,7 @@ def test_arguments_are_checked() -> None:
         with pytest.raises(BadArgumentError):
             channel.send(0, 0, 0, 0, timeout_s=1, keep=None)
         with pytest.raises(BadArgumentError):
-            channel.exchange([], [], same=False, kind=0, timeout_s=1, inline=True, keep=None)
+            channel.exchange([], [], same=False, kind=0, dtype=torch.uint8, timeout_s=1, inline=True, keep=None)
         channel.close()
         channel.close()
         with pytest.raises(StateError, match="has closed the group"):

@@ -213,7 +213,7 @@ def _group_without_room(rank, world_size):
 
 def test_too_little_room_gives_one_notice_and_gloo_on_all_ranks(ranks):
     (kind, value, said), (other_kind, other_value, other_said) = ranks(_group_without_room)
-    assert kind == other_kind == "GlooGroup"
+    assert kind == other_kind == "PlainGroup"
     assert value == other_value == [6.0] * 3
     assert other_said == []
     (notice,) = said

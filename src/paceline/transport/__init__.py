@@ -8,13 +8,14 @@
 The layout, from the ground up:
 
 - ``csrc/``, ``library``, ``kernel``: the C kernel and its Python binding; knows addresses, nothing of tensors
+- ``codes``: numbers that both have in common
 - ``segment``: files of the shared-memory file system, mapped by several ranks
 - ``rendezvous``: which ranks share memory, found by trying
 - ``arena``: memory for buckets that all ranks have mapped
 - ``packing``, ``checks``, ``forms``: tensors to addresses; what is refused; the short forms of calls
 - ``work``, ``launcher``: what a call gets back, and how it is started
 - ``reductions`` (with ``sparse``), ``exchanges``, ``process_group``: what c10d sees
-- ``conductor``, ``host``, ``leaders``, ``hosts``: groups that span hosts
+- ``conductor``, ``host``, ``leaders``, ``lines``, ``hosts``: groups that span hosts
 - ``creation``: which of them a new group is
 """
 

@@ -7,6 +7,7 @@ lives as long as a tensor of it does; what was mapped of others' goes with it.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.transport.kernel import Channel, Kind
+from paceline.transport.codes import Kind
+from paceline.transport.kernel import Channel
 from paceline.transport.segment import PREFIX, Segment
 from paceline.transport.work import ShmWork
 
@@ -65,9 +67,11 @@ class Arenas:
             return None
         self._channel.register_arena(number, [segment.address for segment in mapped], own.nbytes)
         self._mapped[number] = [segment for segment in mapped if segment is not own]
-        tensor = torch.frombuffer(own.memory, dtype=torch.uint8)
-        # The tensor's storage refers to the memory; when that goes, so does what we know of it.
-        weakref.finalize(own.memory, _forget, weakref.ref(self), number).atexit = False
+        # What the tensor's storage refers to; when that goes, so does what we know of it. Not the mapping itself, which
+        # is gone before anybody is told: its addresses may be somebody else's by then.
+        window = (ctypes.c_char * own.nbytes).from_buffer(own.memory)
+        tensor = torch.frombuffer(window, dtype=torch.uint8)
+        weakref.finalize(window, _forget, weakref.ref(self), number).atexit = False
         return tensor[:nbytes]
 
     def close(self) -> None:
@@ -107,6 +111,7 @@ class Arenas:
             [(row.data_ptr(), row.nbytes) for row in everybodys],
             same=True,
             kind=Kind.ALL_GATHER,
+            dtype=mine.dtype,
             timeout_s=timeout_s,
             inline=wait is None,
             keep=(mine, everybodys),

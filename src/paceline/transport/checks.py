@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import BadCollectiveError, BadTypeError
-from paceline.transport.kernel import DTYPES, Op
+from paceline.transport.codes import DTYPES, Op
 
 _BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
 _COMPLEX = (Op.SUM, Op.AVG)

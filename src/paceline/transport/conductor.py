@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from paceline.errors import RankLostError, StateError
+from paceline.errors import PeerFailedError, RankLostError, StateError
 
 
 class Task:
@@ -30,8 +30,13 @@ class Task:
             self._stages()
         except Exception as error:
             self._error = error
-        self._stages = None
-        self._ended.set()
+        except BaseException as error:
+            # Ctrl-C is for the thread it came to, here and now; whoever waits for the task gets an error of ours.
+            self._error = PeerFailedError(f"a collective of this rank was interrupted ({type(error).__name__})")
+            raise
+        finally:
+            self._stages = None
+            self._ended.set()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -90,10 +95,12 @@ class Conductor:
                 thread.join()
 
     def _run(self, task: Task) -> None:
-        with self._turn:
-            task.run()
-        with self._count_lock:
-            self._pending -= 1
+        try:
+            with self._turn:
+                task.run()
+        finally:
+            with self._count_lock:
+                self._pending -= 1
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -22,7 +22,8 @@ def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGr
     store, rank, size = backend_options.store, backend_options.group_rank, backend_options.group_size
     timeout = backend_options.timeout
     # Empty for the default group, whose ranks are called by the same numbers everywhere.
-    names = backend_options.global_ranks_in_group or None
+    names = backend_options.global_ranks_in_group or range(size)
+    between = getattr(group_options, "between", "gloo")
     meeting = meet(store, rank=rank, size=size, timeout=timeout, names=names)
     if meeting.channel is not None and meeting.control is not None and len(meeting.hosts) == 1:
         return ShmProcessGroup(
@@ -37,21 +38,25 @@ def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGr
             hosts=meeting.hosts,
             channel=meeting.channel,
             control=meeting.control,
-            between=getattr(group_options, "between", "gloo"),
+            names=names,
+            between=between,
         )
     if meeting.reason is not None:
         _say(meeting, rank=rank)
-    return GlooGroup(store, rank=rank, size=size, timeout=timeout)
+        between = "gloo"
+    return PlainGroup(store, rank=rank, size=size, timeout=timeout, backend=between)
 
 
-class GlooGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
-    """A group with backend ``shm`` whose ranks do not share memory: gloo under that name."""
+class PlainGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
+    """A group with backend ``shm`` whose ranks do not share memory, or are one a host: another backend alone."""
 
-    def __init__(self, store: Store, *, rank: int, size: int, timeout: Any) -> None:
+    def __init__(self, store: Store, *, rank: int, size: int, timeout: Any, backend: str) -> None:
         super().__init__(rank, size)
-        gloo = _torch.new_gloo(dist.PrefixStore("gloo/", store), rank=rank, size=size, timeout=timeout)
-        _torch.adopt_backend(self, gloo)
-        self.carried = f"{size} ranks, collectives over gloo"
+        made = _torch.new_backend(
+            backend, dist.PrefixStore(f"{backend}/", store), rank=rank, size=size, timeout=timeout
+        )
+        _torch.adopt_backend(self, made)
+        self.carried = f"{size} ranks, collectives over {backend}"
 
 
 def _say(meeting: Meeting, *, rank: int) -> None:

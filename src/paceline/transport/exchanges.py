@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.errors import BadCollectiveError
 from paceline.transport import checks, forms
-from paceline.transport.kernel import Kind
+from paceline.transport.codes import Kind
 from paceline.transport.launcher import Launcher, one, one_after_another, same_length
 from paceline.transport.packing import Packing, place
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.transport.kernel import DTYPES, Channel, Kind, Op
+from paceline.transport.codes import DTYPES, Kind, Op
+from paceline.transport.kernel import Channel
 from paceline.transport.packing import place
 
 _NOTHING = (0, 0)
@@ -40,7 +41,7 @@ class Host:
         sends = [place(tensor) if self.rank == root else _NOTHING]
         recvs = [_NOTHING] * self._size
         recvs[root] = place(tensor)
-        self._exchange(sends, recvs, same=True, kind=Kind.BROADCAST, root=root, timeout_s=timeout_s, keep=tensor)
+        self._exchange(sends, recvs, tensor, same=True, kind=Kind.BROADCAST, root=root, timeout_s=timeout_s)
 
     def hand_over(self, tensor: Tensor, *, to: int, timeout_s: float) -> None:
         """Give rank ``to`` the leader's ``tensor``."""
@@ -52,7 +53,7 @@ class Host:
             sends[to] = place(tensor)
         if self.rank == to:
             recvs[0] = place(tensor)
-        self._exchange(sends, recvs, same=False, kind=Kind.SCATTER, root=0, timeout_s=timeout_s, keep=tensor)
+        self._exchange(sends, recvs, tensor, same=False, kind=Kind.SCATTER, root=0, timeout_s=timeout_s)
 
     def scatter(self, part: Tensor, block: Tensor, *, timeout_s: float) -> None:
         """Give each rank its row of the leader's ``block``."""
@@ -62,7 +63,7 @@ class Host:
         sends = [place(row) if self.rank == 0 else _NOTHING for row in block]
         recvs = [_NOTHING] * self._size
         recvs[0] = place(part)
-        self._exchange(sends, recvs, same=False, kind=Kind.SCATTER, root=0, timeout_s=timeout_s, keep=(part, block))
+        self._exchange(sends, recvs, part, block, same=False, kind=Kind.SCATTER, root=0, timeout_s=timeout_s)
 
     def all_gather(self, block: Tensor, part: Tensor, *, timeout_s: float) -> None:
         """Everybody's ``part`` into the rows of ``block``."""
@@ -70,19 +71,17 @@ class Host:
             block[0].copy_(part)
             return
         recvs = [place(row) for row in block]
-        self._exchange(
-            [place(part)], recvs, same=True, kind=Kind.ALL_GATHER, root=-1, timeout_s=timeout_s, keep=(part, block)
-        )
+        self._exchange([place(part)], recvs, part, block, same=True, kind=Kind.ALL_GATHER, root=-1, timeout_s=timeout_s)
 
     def barrier(self, *, timeout_s: float) -> None:
         """Every rank of the host has come this far."""
         if self._channel is not None:
             self._channel.barrier(timeout_s=timeout_s, inline=True).wait()
 
-    def give_up(self, cause: str) -> None:
+    def give_up(self, cause: str, *, blamed: int | None, is_lost: bool) -> None:
         """Make the others' calls fail, now and later."""
         if self._channel is not None:
-            self._channel.poison(cause)
+            self._channel.poison(cause, blamed=blamed, is_lost=is_lost)
 
     def close(self) -> None:
         """Leave."""
@@ -93,14 +92,21 @@ class Host:
         self,
         sends: list[tuple[int, int]],
         recvs: list[tuple[int, int]],
-        *,
+        *tensors: Tensor,
         same: bool,
         kind: Kind,
         root: int,
         timeout_s: float,
-        keep: object,
     ) -> None:
         if self._channel is not None:
             self._channel.exchange(
-                sends, recvs, same=same, kind=kind, root=root, timeout_s=timeout_s, inline=True, keep=keep
+                sends,
+                recvs,
+                same=same,
+                kind=kind,
+                dtype=tensors[0].dtype,
+                root=root,
+                timeout_s=timeout_s,
+                inline=True,
+                keep=tensors,
             ).wait()

@@ -4,8 +4,8 @@ Inside a host ranks share memory; between hosts one rank of each, its *leader* (
 a host sends is what one rank would. Collectives that have no better way than everybody to everybody (messages, gather,
 scatter, all_to_all) go over a gloo group of all ranks.
 
-A collective here is stages: shared memory, leaders, shared memory. When a stage fails, the rank tells its host and
-hangs up on the other leaders, so that nobody waits for what cannot come.
+A collective here is stages: shared memory, leaders, shared memory. When a stage fails, the rank tells its host, and a
+leader tells the others (``lines``) and hangs up on them, so that nobody waits for what cannot come and all know why.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
-from paceline.errors import PacelineError, RankLostError
+from paceline.errors import PacelineError
 from paceline.transport import checks, forms
 from paceline.transport.checks import KERNEL_CODES
+from paceline.transport.codes import Op
 from paceline.transport.conductor import Conductor
 from paceline.transport.herald import Herald
 from paceline.transport.host import Host
-from paceline.transport.kernel import Channel, Op
+from paceline.transport.kernel import Channel
 from paceline.transport.leaders import Leaders
+from paceline.transport.lines import Lines, Report
 from paceline.transport.packing import Packing
 from paceline.transport.segment import Segment, hold, release
 from paceline.transport.work import ENDED, ShmWork
+
+# How long a leader waits for the others to say why: all are to know within 2 s.
+_CAUSE_S = 1.2
 
 
 class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
@@ -49,12 +54,15 @@ class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
         hosts: Sequence[Sequence[int]],
         channel: Channel | None,
         control: Segment | None,
+        names: Sequence[int],
         between: str = "gloo",
     ) -> None:
+        """``names`` is what the ranks are called in messages: their numbers among all processes."""
         super().__init__(rank, size)
         self._rank = rank
         self._size = size
         self._hosts = hosts
+        self._name = names[rank]
         self._timeout_s = timeout.total_seconds()
         mine = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._mine = mine
@@ -63,11 +71,13 @@ class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
         )
         self._host = Host(channel, size=len(hosts[mine]), rank=hosts[mine].index(rank))
         self._leaders: Leaders | None = None
+        self._lines: Lines | None = None
         if self._host.rank == 0:
             backend = _torch.new_backend(
                 between, dist.PrefixStore("leaders/", store), rank=mine, size=len(hosts), timeout=timeout
             )
             self._leaders = Leaders(backend, rank=mine, hosts=hosts)
+            self._lines = Lines(store, rank=mine, leaders=[names[ranks[0]] for ranks in hosts])
         self._herald = Herald()
         self._conductor = Conductor()
         self.carried = (
@@ -76,7 +86,8 @@ class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
         )
         used = (self._host, control)
         hold(used)
-        self._ending = weakref.finalize(self, _end, used, self._leaders, self._conductor, self._herald, os.getpid())
+        between_hosts = (self._leaders, self._lines)
+        self._ending = weakref.finalize(self, _end, used, between_hosts, self._conductor, self._herald, os.getpid())
         self._ending.atexit = False
 
     def getBackendName(self) -> str:
@@ -95,9 +106,7 @@ class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Leave at once; whatever is under way fails, here and on the other ranks."""
-        self._host.give_up(f"rank {self._rank} has aborted the group")
-        if self._leaders is not None:
-            self._leaders.hang_up()
+        self._give_up(Report(rank=self._name, lost=False, said=f"rank {self._name} has aborted the group"))
         self.shutdown()
 
     # -- collectives -----------------------------------------------------------------------------------------
@@ -328,6 +337,10 @@ class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
                         after()
             except Exception as error:
                 raise self._failed(name, error) from error
+            except BaseException:
+                # Ctrl-C: the others are not left waiting.
+                self._give_up(Report(rank=self._name, lost=False, said=f"rank {self._name} was interrupted in {name}"))
+                raise
             finally:
                 if on_end is not None:
                     on_end()
@@ -340,27 +353,52 @@ class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
         return ShmWork((task,), outputs, herald=self._herald)
 
     def _failed(self, name: str, error: Exception) -> Exception:
-        """Tell the host and hang up on the other leaders: the group cannot go on."""
-        said = f"{name} failed on rank {self._rank}: {error}"
-        self._host.give_up(said)
+        """Find out why, and tell: the group cannot go on."""
+        if isinstance(error, PacelineError):
+            self._give_up(Report.of(error, name, rank=self._name))
+            return error
+        report = self._cause(name, error)
+        self._give_up(report)
+        return report.error()
+
+    def _cause(self, name: str, error: Exception) -> Report:
+        """Why the exchange with the other leaders has failed."""
+        assert self._leaders is not None, "only leaders exchange"
+        assert self._lines is not None, "leaders have lines"
+        # First, as who waits for this host should find out as well, and may be the one who knows.
+        self._leaders.hang_up()
+        found = self._lines.find(_CAUSE_S)
+        if found is not None:
+            return found
+        silent = self._lines.silent()
+        said = f"{name}: the exchange with the other hosts failed, and ranks {silent} of them say nothing: {error}"
+        return Report(rank=silent[0] if len(silent) == 1 else None, lost=True, said=said)
+
+    def _give_up(self, report: Report) -> None:
+        if self._lines is not None:
+            self._lines.tell(report)
         if self._leaders is not None:
             self._leaders.hang_up()
-        if isinstance(error, PacelineError):
-            return error
-        others = [list(ranks) for index, ranks in enumerate(self._hosts) if index != self._mine]
-        return RankLostError(f"{name}: the exchange with the leaders of hosts {others} failed: {error}")
+        self._host.give_up(report.said, blamed=report.rank, is_lost=report.lost)
 
 
 def _end(
-    used: tuple[Host, Segment | None], leaders: Leaders | None, conductor: Conductor, herald: Herald, pid: int
+    used: tuple[Host, Segment | None],
+    between_hosts: tuple[Leaders | None, Lines | None],
+    conductor: Conductor,
+    herald: Herald,
+    pid: int,
 ) -> None:
     host, control = used
+    leaders, lines = between_hosts
     if os.getpid() == pid:
         conductor.close()
         herald.close()
         host.close()
         if leaders is not None:
             leaders.hang_up()
+        if lines is not None:
+            lines.close()
     if control is not None:
         control.close()
     if os.getpid() == pid:

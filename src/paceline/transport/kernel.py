@@ -23,10 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from ctypes import c_int, c_uint64
-from enum import IntEnum
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import (
     BadArgumentError,
@@ -36,86 +33,17 @@ from paceline.errors import (
     RankLostError,
     StateError,
 )
-from paceline.transport.library import library, quick_all_reduce, why_not
+from paceline.transport.codes import ACTIONS, PHASES, Action, Op, Status, dtype_number
+from paceline.transport.library import functions, library, why_not
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_RANKS = 64
 
 
-class Op(IntEnum):
-    """How elements of several ranks become one; always folded in rank order."""
-
-    SUM = 0
-    AVG = 1
-    PRODUCT = 2
-    MIN = 3
-    MAX = 4
-    BAND = 5
-    BOR = 6
-    BXOR = 7
-
-
-class Kind(IntEnum):
-    """What a collective is called in messages, and what ranks must agree on."""
-
-    BARRIER = 0
-    ALL_REDUCE = 1
-    BROADCAST = 2
-    ALL_GATHER = 3
-    GATHER = 4
-    SCATTER = 5
-    ALL_TO_ALL = 6
-    REDUCE = 7
-    REDUCE_SCATTER = 8
-
-
-DTYPES: dict[torch.dtype, int] = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.complex64: 4,
-    torch.complex128: 5,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.uint8: 10,
-    torch.uint16: 11,
-    torch.uint32: 12,
-    torch.uint64: 13,
-    torch.bool: 14,
-}
-
-# Where a rank can be made to fail (fail_at), in the order of csrc/pl.h.
-PHASES = (
-    "posted",  # the descriptor is written, nothing is staged
-    "staged",  # inputs are in the staging area
-    "before_publish",  # all is written, nobody has been told
-    "published",  # others were told, the gate has not been passed
-    "passed",  # every rank has arrived; others' memory may be read
-    "reduced",  # own share is reduced, in the middle of a large collective too
-    "copied",  # results of others are copied out
-    "sending",  # point to point: a part of the message is in the ring
-    "receiving",  # point to point: a part of the message is out of the ring
-)
-Action = Literal["kill", "stop"]
-_ACTIONS: dict[Action, int] = {"kill": 1, "stop": 2}
-
-
-class _Status(IntEnum):
-    """How a job ended: the codes of csrc/pl.h."""
-
-    OK = 0
-    PENDING = 1
-    LOST = 2
-    LEFT = 3
-    TIMED_OUT = 4
-    POISONED = 5
-    DISAGREED = 6
-    CLOSED = 7
-    FORKED = 8
-    ARGUMENT = 9
-    MEMORY = 10
+# The handle of a job that the kernel may or may not have.
+_NOT_YET = 0
 
 
 def reason_unavailable() -> str | None:
@@ -132,27 +60,33 @@ def control_nbytes(size: int) -> int:
 
 def fail_at(phase: str, *, count: int = 0, action: Action = "kill") -> None:
     """For tests: this process kills (or stops) itself when it reaches ``phase`` for the ``count``-th time from now."""
-    library().pl_fail_at(PHASES.index(phase), count, _ACTIONS[action])
+    library().pl_fail_at(PHASES.index(phase), count, ACTIONS[action])
 
 
 class Job:
     """Something the kernel was asked to do; :meth:`wait` for it."""
 
-    # `_handle` is None for a job that ended well on the calling thread: there is nothing left to ask.
     __slots__ = ("__weakref__", "_handle", "_keep", "_library")
 
-    def __init__(self, library: ctypes.CDLL, handle: int | None, keep: object) -> None:
+    def __init__(self, library: ctypes.CDLL, keep: object = None) -> None:
         self._library = library
+        self._handle: int | None = _NOT_YET
+        self._keep = keep
+
+    def began(self, handle: int | None) -> Job:
+        """The kernel has it; None if it ended well on the calling thread: there is nothing left to ask."""
         self._handle = handle
-        self._keep = keep if handle is not None else None
+        return self
 
     def __del__(self) -> None:
-        if self._handle is not None:
+        if self._handle:
             self._library.pl_job_release(self._handle)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._handle is None or self._library.pl_job_status(self._handle) != _Status.PENDING
+        if not self._handle:
+            return self._handle is None
+        return bool(self._library.pl_job_status(self._handle) != Status.PENDING)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it has ended; raise if it failed, or if ``timeout_s`` pass first (the job goes on then)."""
@@ -160,28 +94,37 @@ class Job:
             return
         # Without a limit this thread may do the work itself; the job has a limit of its own.
         status = self._library.pl_job_wait(self._handle, math.inf if timeout_s is None else timeout_s)
-        if status == _Status.PENDING:
+        if status == Status.PENDING:
             raise RankLostError(f"still waiting for the other ranks after {timeout_s:.3f} s")
-        self._keep = None
-        if status != _Status.OK:
-            raise self._error(_Status(status))
+        if self.done():
+            self._keep = None
+        if status != Status.OK:
+            # What a signal handler raised meanwhile is why this thread waits no more ([Note: signals], module.c).
+            raised = functions().interruption()
+            raise self._error(Status(status)) if raised is None else raised
 
     @property
     def source(self) -> int:
         """The rank a message came from, once a ``recv`` is done."""
         return -1 if self._handle is None else int(self._library.pl_job_source(self._handle))
 
-    def _error(self, status: _Status) -> PacelineError:
+    def part(self, rank: int) -> tuple[int, int]:
+        """What a ``gather_unequal`` has of a rank: address and bytes, for the life of the job."""
+        nbytes = c_uint64()
+        address = self._library.pl_job_part(self._handle, rank, ctypes.byref(nbytes))
+        return address or 0, nbytes.value
+
+    def _error(self, status: Status) -> PacelineError:
         message = self._library.pl_job_message(self._handle).decode("utf-8", "replace")
         rank = self._library.pl_job_rank(self._handle)
         rank = None if rank < 0 else rank
-        if status in (_Status.LOST, _Status.LEFT, _Status.TIMED_OUT):
+        if status in (Status.LOST, Status.LEFT, Status.TIMED_OUT):
             return RankLostError(message, rank=rank)
-        if status is _Status.POISONED:
+        if status in (Status.POISONED, Status.INTERRUPTED):
             return PeerFailedError(message, rank=rank)
-        if status is _Status.DISAGREED:
+        if status is Status.DISAGREED:
             return DisagreementError(message)
-        if status is _Status.ARGUMENT:
+        if status is Status.ARGUMENT:
             return BadArgumentError(message)
         return StateError(message)
 
@@ -211,10 +154,12 @@ class Channel:
         names: Sequence[int] | None = None,
     ) -> None:
         self._channel: int | None = None
+        # While it is being closed: others can still be told something.
+        self._closing: int | None = None
         # What is closed is freed when no thread can be inside a call any more.
         self._freed_later: int | None = None
         self._library = library()
-        self._quick_all_reduce = quick_all_reduce()
+        self._quick_all_reduce = functions().all_reduce
         if not 1 <= size <= MAX_RANKS or not 0 <= rank < size:
             raise BadArgumentError(f"rank {rank} of {size}: the shared-memory transport serves 1 to {MAX_RANKS} ranks")
         called = list(range(size)) if names is None else list(names)
@@ -230,10 +175,14 @@ class Channel:
         self._freed_later = self._channel
         if self._channel is None:
             raise StateError(f"the control segment was refused: {reason.value.decode('utf-8', 'replace')}")
-        self._done = Job(self._library, None, None)
+        self.names = called
+        self.name = called[rank]
+        self._done = Job(self._library).began(None)
         self._lock = threading.Lock()
         self._collectives: deque[Job] = deque()
         self._messages: list[Job] = []
+        # Interrupted at a moment when it is not known whether the kernel has them. Their memory stays.
+        self._strays: list[Job] = []
 
     # -- collectives: every rank calls the same ones in the same order --------------------------------------
 
@@ -254,12 +203,11 @@ class Channel:
 
         ``scale``: inputs are multiplied by it before they are summed.
         """
-        handle = self._library.pl_all_reduce(
-            self._open(), src, dst, count, dtype, op, 1.0 if scale is None else scale, timeout_s, inline
-        )
-        return self._collective(handle, keep)
+        factor = 1.0 if scale is None else scale
+        what = (src, dst, count, dtype, op, factor, timeout_s)
+        return self._collective(self._library.pl_all_reduce, *what, inline=inline, keep=keep)
 
-    def all_reduce_here(self, at: int, count: int, dtype: int, op: int, timeout_s: float) -> None:
+    def all_reduce_here(self, at: int, count: int, dtype: int, op: int, timeout_s: float, keep: object) -> None:
         """:meth:`all_reduce` in place on the calling thread; returns when it has ended well, and raises if not.
 
         A small all_reduce takes the kernel less time than ``ctypes`` takes to convert its arguments, so this way
@@ -267,7 +215,7 @@ class Channel:
         """
         failed = self._quick_all_reduce(self._channel or self._open(), at, count, dtype, op, timeout_s)
         if failed is not None:
-            Job(self._library, failed, None).wait()
+            self._unfinished(failed, keep).wait()
 
     def exchange(
         self,
@@ -276,6 +224,7 @@ class Channel:
         *,
         same: bool,
         kind: int,
+        dtype: torch.dtype,
         root: int = -1,
         timeout_s: float,
         inline: bool,
@@ -284,15 +233,14 @@ class Channel:
         """Send ``sends[d]`` (address, nbytes) to each rank ``d``, receive ``recvs[s]`` from each rank ``s``.
 
         ``same``: ``sends`` has one entry, which goes to all (or is of no bytes). A piece for oneself may overlap its
-        destination exactly.
+        destination exactly. ``dtype``: what the bytes are; ranks that do not agree on it get an error.
         """
         self._check(len(sends) == (1 if same else self.size) and len(recvs) == self.size, "exchange")
         out_addresses, out_nbytes = _columns(sends)
         in_addresses, in_nbytes = _columns(recvs)
-        handle = self._library.pl_exchange(
-            self._open(), out_addresses, out_nbytes, in_addresses, in_nbytes, same, kind, root, timeout_s, inline
-        )
-        return self._collective(handle, keep)
+        tables = (out_addresses, out_nbytes, in_addresses, in_nbytes)
+        what = (same, kind, root, dtype_number(dtype), timeout_s)
+        return self._collective(self._library.pl_exchange, *tables, *what, inline=inline, keep=keep)
 
     def reduce_exchange(
         self,
@@ -315,27 +263,33 @@ class Channel:
         self._check(len(sends) == self.size and len(counts) == self.size, "reduce_exchange")
         addresses = (c_uint64 * self.size)(*sends)
         numbers = (c_uint64 * self.size)(*counts)
-        handle = self._library.pl_reduce_exchange(
-            self._open(), addresses, numbers, dst, dtype, op, kind, root, timeout_s, inline
+        what = (addresses, numbers, dst, dtype, op, kind, root, timeout_s)
+        return self._collective(self._library.pl_reduce_exchange, *what, inline=inline, keep=keep)
+
+    def gather_unequal(
+        self, src: int, nbytes: int, *, kind: int, dtype: torch.dtype, timeout_s: float, keep: object
+    ) -> Job:
+        """Everybody's bytes to everybody, however many; the job's :meth:`Job.part` has them when it has ended."""
+        return self._asynchronous(
+            self._library.pl_gather_unequal, src, nbytes, kind, dtype_number(dtype), timeout_s, keep=keep
         )
-        return self._collective(handle, keep)
 
     def barrier(self, *, timeout_s: float, inline: bool) -> Job:
         """Every rank has come this far."""
-        return self._collective(self._library.pl_barrier(self._open(), timeout_s, inline), None)
+        return self._collective(self._library.pl_barrier, timeout_s, inline=inline, keep=None)
 
     # -- point to point -------------------------------------------------------------------------------------
 
     def send(self, src: int, nbytes: int, to: int, tag: int, *, timeout_s: float, keep: object) -> Job:
         """Send a message; done when the memory may be used again."""
         self._check(0 <= to < self.size and to != self.rank, f"send to rank {to}")
-        return self._message(self._library.pl_send(self._open(), src, nbytes, to, tag, timeout_s), keep)
+        return self._message(self._library.pl_send, src, nbytes, to, tag, timeout_s, keep=keep)
 
     def recv(self, dst: int, nbytes: int, frm: int | None, tag: int, *, timeout_s: float, keep: object) -> Job:
         """Receive the next message with this tag from ``frm``, or from anybody; messages do not overtake."""
         self._check(frm is None or (0 <= frm < self.size and frm != self.rank), f"recv from rank {frm}")
         source = -1 if frm is None else frm
-        return self._message(self._library.pl_recv(self._open(), dst, nbytes, source, tag, timeout_s), keep)
+        return self._message(self._library.pl_recv, dst, nbytes, source, tag, timeout_s, keep=keep)
 
     # -- memory that all ranks have mapped ------------------------------------------------------------------
 
@@ -350,28 +304,31 @@ class Channel:
 
     def unregister_arena(self, arena: int) -> None:
         """Forget an arena; returns when no collective uses it any more."""
-        if self._usable():
-            self._library.pl_unregister_arena(self._channel, arena)
+        channel = self._channel
+        if channel is not None and self._is_ours():
+            self._library.pl_unregister_arena(channel, arena)
 
     # -- ends -----------------------------------------------------------------------------------------------
 
-    def poison(self, cause: str) -> None:
-        """Make every rank's calls on this group fail, now and later, with ``cause``."""
-        self._library.pl_poison(self._open(), cause.encode())
+    def poison(self, cause: str, *, blamed: int | None, is_lost: bool = False) -> None:
+        """Make every rank's calls on this group fail, now and later, with ``cause``; nothing if it is closed already.
+
+        ``blamed`` is the name of the rank at fault, of this host or another, if it is one; ``is_lost``: it is gone.
+        """
+        if self._is_ours():
+            with self._lock:
+                channel = self._channel or self._closing
+                if channel is not None:
+                    self._library.pl_poison(channel, cause.encode(), -1 if blamed is None else blamed, is_lost)
 
     def close(self) -> None:
         """Finish what was started, then leave the group; ranks that wait for this one from now on are told."""
-        if self._usable():
-            channel, self._channel = self._channel, None
-            self._library.pl_close(channel)
-            self._sweep()
+        self._leave(self._library.pl_close)
 
     def abort(self) -> None:
-        """Leave at once: whatever is under way fails, here and on the other ranks."""
-        if self._usable():
-            channel, self._channel = self._channel, None
-            self._library.pl_abort(channel)
-            self._sweep()
+        """Leave at once: whatever is under way fails, here and on the other ranks; a :meth:`close`, too."""
+        if not self._leave(self._library.pl_abort):
+            self.poison(f"rank {self.name} has aborted the group", blamed=self.name)
 
     def __del__(self) -> None:
         # One that was never closed has threads and a lock, and lives on.
@@ -384,41 +341,85 @@ class Channel:
         """How long waits burn the CPU before they sleep: on calling threads, and on the kernel's own."""
         self._library.pl_set_spin(self._open(), inline_s, worker_s)
 
-    def _usable(self) -> bool:
+    def _is_ours(self) -> bool:
         # A forked child shares nothing with the group but its memory: it must not end what its parent uses.
-        return self._channel is not None and os.getpid() == self._pid
+        return os.getpid() == self._pid
 
     def _open(self) -> int:
         if self._channel is None:
             raise StateError("this rank has closed the group")
         return self._channel
 
+    def _leave(self, how: Any) -> bool:
+        """True if this call has ended the group, false if another one has, or is about to."""
+        if not self._is_ours():
+            return True
+        with self._lock:
+            if self._channel is None:
+                return False
+            self._closing, self._channel = self._channel, None
+        how(self._closing)
+        with self._lock:
+            # From here on the segment may be unmapped.
+            self._closing = None
+        for jobs in (self._collectives, self._messages, self._strays):
+            jobs.clear()
+        return True
+
     def _check(self, right: bool, what: str) -> None:
         if not right:
             raise BadArgumentError(f"{what}: wrong rank or wrong number of pieces for a group of {self.size}")
 
-    def _collective(self, handle: int | None, keep: object) -> Job:
-        if handle is None:
-            return self._done
-        job = Job(self._library, handle, keep)
-        # Whoever asked may drop the job; the memory has to stay until the kernel has done with it.
-        with self._lock:
-            pending = self._collectives
-            while pending and pending[0].done():
-                pending.popleft()._let_go()
-            pending.append(job)
-        return job
+    def _collective(self, function: Any, *arguments: object, inline: bool, keep: object) -> Job:
+        if inline:
+            handle = function(self._open(), *arguments, True)
+            return self._done if handle is None else self._unfinished(handle, keep)
+        return self._asynchronous(function, *arguments, False, keep=keep)
 
-    def _message(self, handle: int, keep: object) -> Job:
-        job = Job(self._library, handle, keep)
+    def _asynchronous(self, function: Any, *arguments: object, keep: object) -> Job:
+        channel = self._open()
+        job = Job(self._library, keep)
+        with self._lock:
+            self._drop_ended()
+            self._collectives.append(job)
+        try:
+            return job.began(function(channel, *arguments))
+        except BaseException:
+            self._stray(self._collectives, job)
+            raise
+
+    def _message(self, function: Any, *arguments: object, keep: object) -> Job:
+        channel = self._open()
+        job = Job(self._library, keep)
         with self._lock:
             self._messages = [other for other in self._messages if not other.done()]
             self._messages.append(job)
+        try:
+            return job.began(function(channel, *arguments))
+        except BaseException:
+            self._stray(self._messages, job)
+            raise
+
+    # [Note: kept memory] Whoever asked may drop the job, or be interrupted (Ctrl-C) before it has it; memory has to
+    # stay until the kernel has done with it. So what is asynchronous is held here, from before the kernel is called.
+
+    def _unfinished(self, handle: int, keep: object) -> Job:
+        """What was to end on the calling thread, and failed, or goes on without it since it was interrupted."""
+        job = Job(self._library, keep).began(handle)
+        with self._lock:
+            self._drop_ended()
+            self._collectives.append(job)
         return job
 
-    def _sweep(self) -> None:
-        self._collectives.clear()
-        self._messages.clear()
+    def _drop_ended(self) -> None:
+        while self._collectives and self._collectives[0].done():
+            self._collectives.popleft()._let_go()
+
+    def _stray(self, jobs: deque[Job] | list[Job], job: Job) -> None:
+        with self._lock:
+            if job in jobs:
+                jobs.remove(job)
+            self._strays.append(job)
 
 
 def _columns(pieces: Sequence[tuple[int, int]]) -> tuple[ctypes.Array[c_uint64], ctypes.Array[c_uint64]]:

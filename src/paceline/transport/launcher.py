@@ -11,8 +11,9 @@ from paceline import _torch
 from paceline.errors import BadCollectiveError
 from paceline.transport import checks
 from paceline.transport.checks import KERNEL_CODES
+from paceline.transport.codes import Kind
 from paceline.transport.herald import Herald
-from paceline.transport.kernel import Channel, Job, Kind
+from paceline.transport.kernel import Channel, Job
 from paceline.transport.packing import Packing
 from paceline.transport.work import ENDED, ShmWork
 
@@ -88,6 +89,8 @@ class Launcher:
         root: int,
         packing: Packing,
     ) -> Start:
+        dtype = packing.kept[-1].dtype
+
         def start(inline: bool, timeout_s: float) -> Sequence[Job]:
             return [
                 self.channel.exchange(
@@ -95,6 +98,7 @@ class Launcher:
                     recvs,
                     same=same,
                     kind=kind,
+                    dtype=dtype,
                     root=root,
                     timeout_s=timeout_s,
                     inline=inline,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.errors import BadCollectiveError
-from paceline.transport.kernel import Op
+from paceline.transport.codes import Op
 
 _REDUCE_OPS = {
     Op.SUM: c10d.ReduceOp.SUM,

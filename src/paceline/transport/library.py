@@ -6,14 +6,14 @@ import ctypes
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from functools import cache
+from typing import Any
 
 from paceline.errors import StateError
 
 # PL_ABI of csrc/pl.h; a library left over from another version is not called.
-ABI = 3
+ABI = 4
 
 _MODULE = "paceline.transport._kernel"
 
@@ -26,12 +26,11 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def quick_all_reduce() -> Callable[[int, int, int, int, int, float], int | None]:
-    """The one function that is called without ``ctypes``: see ``csrc/module.c``."""
+@cache
+def functions() -> Any:
+    """What is called without ``ctypes``: ``all_reduce`` and ``interruption`` of ``csrc/module.c``."""
     library()  # says what is missing, if anything is
-    function: Callable[[int, int, int, int, int, float], int | None]
-    function = importlib.import_module(_MODULE).all_reduce
-    return function
+    return importlib.import_module(_MODULE)
 
 
 def why_not() -> str | None:
@@ -75,18 +74,19 @@ def _declare(library: ctypes.CDLL) -> None:
         ),
         "pl_exchange": (
             c_void_p,
-            [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_double, c_int],
+            [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_double, c_int],
         ),
         "pl_reduce_exchange": (
             c_void_p,
             [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_double, c_int],
         ),
+        "pl_gather_unequal": (c_void_p, [c_void_p, c_void_p, c_uint64, c_int, c_int, c_double]),
         "pl_barrier": (c_void_p, [c_void_p, c_double, c_int]),
         "pl_send": (c_void_p, [c_void_p, c_void_p, c_uint64, c_int, c_int64, c_double]),
         "pl_recv": (c_void_p, [c_void_p, c_void_p, c_uint64, c_int, c_int64, c_double]),
         "pl_register_arena": (c_int, [c_void_p, c_uint64, c_void_p, c_uint64]),
         "pl_unregister_arena": (None, [c_void_p, c_uint64]),
-        "pl_poison": (None, [c_void_p, c_char_p]),
+        "pl_poison": (None, [c_void_p, c_char_p, c_int, c_int]),
         "pl_close": (None, [c_void_p]),
         "pl_abort": (None, [c_void_p]),
         "pl_free": (None, [c_void_p]),
@@ -96,6 +96,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "pl_job_message": (c_char_p, [c_void_p]),
         "pl_job_rank": (c_int, [c_void_p]),
         "pl_job_source": (c_int, [c_void_p]),
+        "pl_job_part": (c_void_p, [c_void_p, c_int, c_void_p]),
         "pl_job_release": (None, [c_void_p]),
         "pl_fail_at": (None, [c_int, c_int, c_int]),
     }

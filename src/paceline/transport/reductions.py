@@ -15,7 +15,8 @@ from paceline import _torch
 from paceline.errors import BadCollectiveError
 from paceline.transport import checks, forms
 from paceline.transport.checks import KERNEL_CODES
-from paceline.transport.kernel import Job, Kind, Op
+from paceline.transport.codes import Kind, Op
+from paceline.transport.kernel import Job
 from paceline.transport.launcher import Launcher, one, one_after_another, same_length
 from paceline.transport.packing import Packing, is_plain
 from paceline.transport.sparse import SparseSum
@@ -59,7 +60,7 @@ class Reductions(Launcher):
         timeout_s = self._timeout_s if opts.timeout.days < 0 else self._limit_s(opts)
         at = tensor.data_ptr()
         if not opts.asyncOp:
-            self.channel.all_reduce_here(at, tensor.numel(), code, reduce_op, timeout_s)
+            self.channel.all_reduce_here(at, tensor.numel(), code, reduce_op, timeout_s, tensor)
             return ENDED
         job = self.channel.all_reduce(
             at,
@@ -129,10 +130,10 @@ class Reductions(Launcher):
         return self._launch("all_reduce", tensors, list(tensors), start, opts, packing)
 
     def _all_reduce_sparse(self, tensor: Tensor, op: int, opts: Any) -> Any:
-        total = SparseSum(self.channel, tensor, op=op, timeout_s=self._limit_s(opts))
+        total = SparseSum(self.channel, tensor, op=op)
 
-        def start(inline: bool, timeout_s: float) -> Sequence[Job]:
-            return total.start(inline=inline, timeout_s=timeout_s)
+        def start(_: bool, timeout_s: float) -> Sequence[Job]:
+            return [total.start(timeout_s=timeout_s)]
 
         return self._launch("sparse_all_reduce", [tensor], [tensor], start, opts, after=total.finish)
 

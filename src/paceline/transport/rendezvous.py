@@ -66,7 +66,7 @@ def meet(
         if probe is not None:
             ends.enter_context(probe)
         hellos = talk.exchange("hello", hello)
-        reason = _first(hellos, "problem") or _incompatible(hellos)
+        reason = _first(hellos, "problem", names) or _incompatible(hellos, names)
         if reason is not None:
             # Known to all from the same words: nobody says anything further.
             return Meeting(hosts=_apart(size), reason=reason)
@@ -79,12 +79,12 @@ def meet(
             views = talk.exchange("view", {"seen": seen, "control": opening.name, "problem": opening.problem})
             hosts = _partition([view["seen"] for view in views])
             if hosts is None:
-                return Meeting(hosts=_apart(size), reason=_disorder(views))
-            reason = _first(views, "problem")
+                return Meeting(hosts=_apart(size), reason=_disorder(views, names))
+            reason = _first(views, "problem", names)
             if reason is None:
                 opening.join(views[seen[0]]["control"])
             verdicts = talk.exchange("verdict", {"problem": opening.problem})
-            reason = reason or _first(verdicts, "problem")
+            reason = reason or _first(verdicts, "problem", names)
             if reason is not None:
                 return Meeting(hosts=hosts, reason=reason)
             channel, control = opening.keep()
@@ -217,20 +217,20 @@ def _is_seen(hello: dict[str, Any]) -> bool:
         probe.close()
 
 
-def _first(words: Sequence[dict[str, Any]], key: str) -> str | None:
+def _first(words: Sequence[dict[str, Any]], key: str, names: Sequence[int]) -> str | None:
     """The lowest rank's problem, with its rank."""
-    for rank, word in enumerate(words):
+    for rank, word in zip(names, words, strict=True):
         if word.get(key):
             return f"rank {rank}: {word[key]}"
     return None
 
 
-def _incompatible(hellos: Sequence[dict[str, Any]]) -> str | None:
+def _incompatible(hellos: Sequence[dict[str, Any]], names: Sequence[int]) -> str | None:
     processes: dict[str, int] = {}
-    for rank, hello in enumerate(hellos):
+    for rank, hello in zip(names, hellos, strict=True):
         if hello["abi"] != hellos[0]["abi"]:
             return (
-                f"rank {rank} has kernel version {hello['abi']} and rank 0 has {hellos[0]['abi']}; "
+                f"rank {rank} has kernel version {hello['abi']} and rank {names[0]} has {hellos[0]['abi']}; "
                 "install the same paceline everywhere"
             )
         if hello["process"] in processes:
@@ -250,8 +250,10 @@ def _partition(seen: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...] | N
     return tuple(hosts)
 
 
-def _disorder(views: Sequence[dict[str, Any]]) -> str:
-    said = ", ".join(f"rank {rank} sees {view['seen']}" for rank, view in enumerate(views))
+def _disorder(views: Sequence[dict[str, Any]], names: Sequence[int]) -> str:
+    said = ", ".join(
+        f"rank {rank} sees {[names[other] for other in view['seen']]}" for rank, view in zip(names, views, strict=True)
+    )
     return f"ranks do not see each other's shared memory alike ({said})"
 
 

@@ -22,6 +22,7 @@ import mmap
 import os
 import secrets
 import stat
+import threading
 from functools import cache
 from types import TracebackType
 
@@ -33,9 +34,35 @@ PREFIX = "paceline-"
 _NAME_BYTES = 16
 
 
-# Names that this process has open. Looking at such a file (remove_stale) would close a second descriptor of it, and
-# that drops the record locks by which others see that this process lives.
+# Names that this process has open, or is about to open. Looking at such a file (remove_stale) would close a second
+# descriptor of it, and that drops the record locks by which others see that this process lives. So a name is in the set
+# before its file is opened and until it is closed, and whoever looks at files has the lock from its look at the set on.
 _open_here: set[str] = set()
+_open_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """Another thread of the parent may have had the lock."""
+    global _open_lock
+    _open_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _note_open(name: str) -> None:
+    with _open_lock:
+        _open_here.add(name)
+
+
+def _note_closed(name: str) -> None:
+    with _open_lock:
+        _open_here.discard(name)
+
+
+def _close(fd: int, name: str) -> None:
+    os.close(fd)
+    _note_closed(name)
 
 
 def room() -> int:
@@ -53,7 +80,6 @@ class Segment:
         self.name = name
         self.fd = fd
         self.nbytes = nbytes
-        _open_here.add(name)
         self.memory = _map(fd, nbytes)
         self.address = address_of(self.memory)
 
@@ -79,7 +105,12 @@ class Segment:
     @classmethod
     def _create(cls, nbytes: int) -> Segment:
         name = _new_name()
-        fd, named = _new_file(name)
+        _note_open(name)
+        try:
+            fd, named = _new_file(name)
+        except OSError:
+            _note_closed(name)
+            raise
         try:
             # A hole would be a SIGBUS at some later write, on whichever rank came last.
             os.posix_fallocate(fd, 0, nbytes)
@@ -92,8 +123,7 @@ class Segment:
         except BaseException:
             if named:
                 remove(name)
-            os.close(fd)
-            _open_here.discard(name)
+            _close(fd, name)
             raise
 
     @classmethod
@@ -102,13 +132,17 @@ class Segment:
         random = name.removeprefix(PREFIX)
         if random == name or len(random) != 2 * _NAME_BYTES or not set(random) <= set("0123456789abcdef"):
             raise BadArgumentError(f"{name!r} is not the name of a segment")
-        fd = os.open(os.path.join(DIRECTORY, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        _note_open(name)
+        try:
+            fd = os.open(os.path.join(DIRECTORY, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            _note_closed(name)
+            raise
         try:
             _check(os.fstat(fd), name=name, nbytes=nbytes)
             return cls(name=name, fd=fd, nbytes=nbytes)
         except BaseException:
-            os.close(fd)
-            _open_here.discard(name)
+            _close(fd, name)
             raise
 
     def unlink(self) -> None:
@@ -119,8 +153,7 @@ class Segment:
         """Let go of the file; the memory stays."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
-            os.close(fd)
-            _open_here.discard(self.name)
+            _close(fd, self.name)
 
     def close(self) -> None:
         """Let go of the file and, once nothing else refers to ``memory``, of the mapping."""
@@ -151,17 +184,22 @@ def remove(name: str) -> None:
 def remove_stale() -> None:
     """Remove named segments of this user whose makers are dead ([Note: nothing is left behind])."""
     for name in os.listdir(DIRECTORY):
-        if not name.startswith(PREFIX) or name in _open_here:
-            continue
-        # Somebody else's, or gone since: neither is ours to worry about.
-        with contextlib.suppress(OSError):
-            fd = os.open(os.path.join(DIRECTORY, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(fd).st_uid == os.geteuid():
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove(name)
-            finally:
-                os.close(fd)
+        if name.startswith(PREFIX):
+            with _open_lock:
+                if name not in _open_here:
+                    _remove_if_stale(name)
+
+
+def _remove_if_stale(name: str) -> None:
+    # Somebody else's, or gone since: neither is ours to worry about.
+    with contextlib.suppress(OSError):
+        fd = os.open(os.path.join(DIRECTORY, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_uid == os.geteuid():
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(name)
+        finally:
+            os.close(fd)
 
 
 def address_of(memory: mmap.mmap) -> int:

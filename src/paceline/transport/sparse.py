@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from paceline.errors import BadCollectiveError, DisagreementError
-from paceline.transport.kernel import DTYPES, Channel, Job, Kind, Op
+from paceline.transport.codes import Kind, Op
+from paceline.transport.kernel import Channel, Job
 
 _MAX_DIMS = 16
+# Before the indices and values of a rank: its number of rows, sparse and dense dimensions, and its shape.
+_HEAD = 3 + _MAX_DIMS
+# Each of the three begins at a multiple of the largest element there is.
+_GRAIN = 16
 
 
 class SparseSum:
-    """One sum: the ranks' row counts are exchanged when it is made, the rows themselves by :meth:`start`'s job."""
+    """One sum. A rank's tensor travels as one piece of bytes, whose size the others need not know before."""
 
-    def __init__(self, channel: Channel, tensor: Tensor, *, op: int, timeout_s: float) -> None:
+    def __init__(self, channel: Channel, tensor: Tensor, *, op: int) -> None:
         if tensor.layout is not torch.sparse_coo:
             raise BadCollectiveError(f"shm all_reduce: unsupported layout {tensor.layout}")
         if op != Op.SUM:
@@ -25,62 +32,67 @@ class SparseSum:
             raise BadCollectiveError(f"shm all_reduce: sparse tensors have at most {_MAX_DIMS} dimensions here")
         self._channel = channel
         self._target = tensor
-        mine = tensor.coalesce()
-        self._indices, self._values = mine.indices().contiguous(), mine.values().contiguous()
-        self._rows = self._agree(mine, timeout_s=timeout_s)
-        self._all_indices = [self._indices.new_empty((self._indices.shape[0], rows)) for rows in self._rows]
-        self._all_values = [self._values.new_empty((rows, *self._values.shape[1:])) for rows in self._rows]
+        self._sent = _as_bytes(tensor.detach().coalesce())
+        self._job: Job | None = None
 
-    def start(self, *, inline: bool, timeout_s: float) -> list[Job]:
+    def start(self, *, timeout_s: float) -> Job:
         """Send the rows."""
-        jobs: list[Job] = []
-        for mine, everybodys in ((self._indices, self._all_indices), (self._values, self._all_values)):
-            jobs.append(
-                self._channel.exchange(
-                    [(mine.data_ptr(), mine.nbytes)],
-                    [(part.data_ptr(), part.nbytes) for part in everybodys],
-                    same=True,
-                    kind=Kind.ALL_GATHER,
-                    timeout_s=timeout_s,
-                    inline=inline,
-                    keep=(mine, everybodys),
-                )
-            )
-        return jobs
+        self._job = self._channel.gather_unequal(
+            self._sent.data_ptr(),
+            self._sent.nbytes,
+            kind=Kind.SPARSE_ALL_REDUCE,
+            dtype=self._target.dtype,
+            timeout_s=timeout_s,
+            keep=self._sent,
+        )
+        return self._job
 
     def finish(self) -> None:
         """Add them up in rank order, as gloo does, and leave the sum in the tensor."""
+        parts = [self._part(rank) for rank in range(self._channel.size)]
         with torch.no_grad():
-            total: Tensor | None = None
-            for indices, values in zip(self._all_indices, self._all_values, strict=True):
-                part = torch.sparse_coo_tensor(
-                    indices, values, self._target.shape, check_invariants=False, is_coalesced=True
-                )
-                total = part if total is None else total + part
-            assert total is not None, "a group has at least one rank"
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
             self._target.copy_(total.coalesce())
 
-    def _agree(self, mine: Tensor, *, timeout_s: float) -> list[int]:
-        """Everybody's number of rows; raises on all ranks alike if the tensors do not fit together."""
-        about = torch.full((4 + _MAX_DIMS,), -1, dtype=torch.int64)
-        about[0] = len(self._values)
-        about[1] = mine.sparse_dim()
-        about[2] = mine.dense_dim()
-        about[3] = DTYPES.get(mine.dtype, -1)
-        about[4 : 4 + mine.dim()] = torch.tensor(mine.shape, dtype=torch.int64)
-        everybodys = about.new_empty((self._channel.size, len(about)))
-        self._channel.exchange(
-            [(about.data_ptr(), about.nbytes)],
-            [(row.data_ptr(), row.nbytes) for row in everybodys],
-            same=True,
-            kind=Kind.ALL_GATHER,
-            timeout_s=timeout_s,
-            inline=True,
-            keep=(about, everybodys),
-        ).wait()
-        for rank, other in enumerate(everybodys):
-            if not torch.equal(other[1:], everybodys[0, 1:]):
-                raise DisagreementError(
-                    f"all_reduce: the sparse tensors of ranks 0 and {rank} differ in shape, sparse dimensions or dtype"
-                )
-        return [int(rows) for rows in everybodys[:, 0]]
+    def _part(self, rank: int) -> Tensor:
+        """A rank's tensor, on memory of the job. Ranks that differ raise on all ranks alike."""
+        assert self._job is not None, "finish() comes after start()"
+        address, nbytes = self._job.part(rank)
+        found = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+        head, mine = (part[: _HEAD * 8].view(torch.int64) for part in (found, self._sent))
+        if not torch.equal(head[1:], mine[1:]):
+            raise DisagreementError(
+                f"all_reduce: the sparse tensors of ranks {self._channel.name} and {self._channel.names[rank]} differ "
+                f"in shape or sparse dimensions ({_shape(mine)} and {_shape(head)})"
+            )
+        rows, sparse_dim, dense_dim = head[:3].tolist()
+        shape = self._target.shape
+        begin, nbytes = _padded(_HEAD * 8), rows * sparse_dim * 8
+        indices = found[begin : begin + nbytes].view(torch.int64).view(sparse_dim, rows)
+        begin, of_row = begin + _padded(nbytes), shape[len(shape) - dense_dim :]
+        nbytes = rows * of_row.numel() * self._target.element_size()
+        values = found[begin : begin + nbytes].view(self._target.dtype).view(rows, *of_row)
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    head = torch.zeros(_HEAD, dtype=torch.int64)
+    about = [tensor.values().shape[0], tensor.sparse_dim(), tensor.dense_dim(), *tensor.shape]
+    head[: len(about)] = torch.tensor(about)
+    return torch.cat([_flat(head), _flat(tensor.indices()), _flat(tensor.values())])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    plain = tensor.contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(plain, (0, _padded(plain.numel()) - plain.numel()))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN) * _GRAIN
+
+
+def _shape(head: Tensor) -> list[int]:
+    dims = int(head[1] + head[2])
+    return head[3 : 3 + dims].tolist()

@@ -155,8 +155,8 @@ class ShmWork(_torch.Work):
         for job in self._jobs:
             try:
                 job.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-            except Exception:
-                if not job.done() and limit_s is not None:
+            except Exception as error:
+                if isinstance(error, RankLostError) and not job.done() and limit_s is not None:
                     # gloo's words: callers tell by them that they may wait again.
                     raise RankLostError(
                         f"Operation timed out! It is still under way after {limit_s:.3f} s, and may be waited for again"

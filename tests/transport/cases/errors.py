@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.errors import DisagreementError
+
 from ..conformance import case
 
 ones, zeros = torch.ones, torch.zeros
@@ -148,4 +150,25 @@ def ranks_that_disagree(rank, world_size):
     }
     for what, call in calls.items():
         _refused(RuntimeError, partial(call, dist.new_group([0, 1])), what)
+    _works(world_size)
+
+
+@case(shm_only="gloo moves the bytes, whatever they are")
+def dtypes_that_differ(rank, world_size):
+    """Of one size in bytes, so that they could be moved, and would be something else on arrival."""
+    mine = ones(4, dtype=torch.int32 if rank else torch.float32)
+    all_of_them = mine.new_zeros(4 * world_size)
+    pieces = list(all_of_them.chunk(world_size))
+    calls: dict[str, Callable[[], Any]] = {
+        "broadcast": lambda: dist.broadcast(mine, 0),
+        "all_gather": lambda: dist.all_gather(pieces, mine),
+        "all_gather_single": lambda: dist.all_gather_single(all_of_them, mine),
+        "all_to_all_single": lambda: dist.all_to_all_single(all_of_them.clone(), all_of_them),
+        "gather": lambda: dist.gather(mine, pieces if rank == 0 else None, dst=0),
+        "scatter": lambda: dist.scatter(mine, pieces if rank == 0 else None, src=0),
+    }
+    for what, call in calls.items():
+        _refused(DisagreementError, call, what)
+    # Nothing goes with anything.
+    dist.all_gather([mine.new_zeros(0)] * world_size, mine.new_zeros(0))
     _works(world_size)

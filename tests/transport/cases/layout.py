@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from paceline.errors import DisagreementError
 
 from ..conformance import case
 from ..inputs import every, reduced, same, values
@@ -161,6 +164,37 @@ def sparse(rank, world_size):
     want = torch.zeros(5, 4)
     want[0], want[1], want[3] = 1.0, 2.0, 3.0
     same(mine.to_dense(), want, "sparse all_reduce")
+
+
+@case(shm_only="gloo does not add sparse bfloat16")
+def sparse_asynchronous(rank, world_size):
+    """Which rows there are differs between ranks; a rank that is early does not wait for that in the call."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int8):
+        rows = torch.arange(3 * rank)[None]
+        mine = torch.sparse_coo_tensor(rows, torch.ones(3 * rank, 5), (9, 5), check_invariants=True).to(dtype)
+        mine, dense = mine.coalesce(), values(7, torch.float32, rank=rank)
+        if rank != 0:
+            dist.recv(torch.zeros(1), 0)
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (mine, dense)]
+        if rank == 0:
+            # Only now do the others come.
+            for other in range(1, world_size):
+                dist.send(torch.ones(1), other)
+        for work in works:
+            work.wait()
+        want = torch.zeros(9, 5)
+        for other in range(world_size):
+            want[: 3 * other] += 1
+        same(mine.to_dense(), want.to(dtype), "asynchronous sparse all_reduce", dtype)
+        same(dense, reduced("SUM", every(7, torch.float32, world_size)), "the one behind it")
+
+
+@case(shm_only="gloo says so in other words")
+def sparse_shapes_that_differ(rank, world_size):
+    """Of one size in bytes, and not to be added."""
+    mine = torch.sparse_coo_tensor([[0]], [1.0], (3 + rank,), check_invariants=True).coalesce()
+    with pytest.raises(DisagreementError, match=r"ranks .* differ in shape"):
+        dist.all_reduce(mine)
 
 
 @case()

@@ -121,7 +121,7 @@ static void step_all_to_all(rank_thread *t, uint64_t step) {
         sends[r] = (uint64_t)filled(t->rank, out[r] / 4, step + (uint64_t)r);
         recvs[r] = (uint64_t)calloc(1, in[r] + 4);
     }
-    finish(pl_exchange(t->channel, sends, out, recvs, in, 0, PL_ALL_TO_ALL, -1, TIMEOUT_S, !queued));
+    finish(pl_exchange(t->channel, sends, out, recvs, in, 0, PL_ALL_TO_ALL, -1, PL_U8, TIMEOUT_S, !queued));
     for (int r = 0; r < size; r++) {
         const int32_t *x = (const int32_t *)recvs[r];
         for (uint64_t i = 0; i < in[r] / 4; i++) CHECK(x[i] == element(r, i, step + (uint64_t)t->rank), "all_to_all");
@@ -138,7 +138,7 @@ static void step_all_gather(rank_thread *t, uint64_t step) {
         in[r] = out;
         recvs[r] = (uint64_t)calloc(1, out + 4);
     }
-    finish(pl_exchange(t->channel, &send, &out, recvs, in, 1, PL_ALL_GATHER, -1, TIMEOUT_S, 1));
+    finish(pl_exchange(t->channel, &send, &out, recvs, in, 1, PL_ALL_GATHER, -1, PL_U8, TIMEOUT_S, 1));
     for (int r = 0; r < size; r++) {
         const int32_t *x = (const int32_t *)recvs[r];
         for (uint64_t i = 0; i < count; i++) CHECK(x[i] == element(r, i, step), "all_gather");
@@ -230,7 +230,7 @@ static void *run_rank(void *argument) {
 static void *run_poison(void *argument) {
     rank_thread *t = argument;
     if (t->rank == size - 1) {
-        pl_poison(t->channel, "enough");
+        pl_poison(t->channel, "enough", -1, 0);
     } else {
         pl_job *job = pl_barrier(t->channel, TIMEOUT_S, t->rank % 2);
         CHECK(job && pl_job_wait(job, 1e30) == PL_POISONED, "poison");

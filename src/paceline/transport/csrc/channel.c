@@ -41,10 +41,9 @@ static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent
 
 int pl_is_forked(const pl_channel *ch) { return ch->fork_generation != fork_generation; }
 
-pl_job *pl_refusal(pl_channel *ch) {
-    if (!pl_is_forked(ch)) return NULL;
-    return pl_job_refused(ch, PL_FORKED, "this process is a fork of the rank that opened the group, and not a rank of it");
-}
+const char *const pl_forked = "this process is a fork of the rank that opened the group, and not a rank of it";
+
+pl_job *pl_refusal(pl_channel *ch) { return pl_is_forked(ch) ? pl_job_refused(ch, PL_FORKED, pl_forked) : NULL; }
 
 /* -- joining ---------------------------------------------------------------------------------------------------------- */
 
@@ -207,12 +206,12 @@ void pl_abort(pl_channel *ch) {
     char text[96];
     if (pl_is_forked(ch)) return;
     snprintf(text, sizeof text, "rank %d has aborted the group", ch->names[ch->rank]);
-    pl_set_poison(ch, PL_POISONED, ch->rank, text);
+    pl_set_poison(ch, PL_POISONED, ch->names[ch->rank], text);
     pl_close(ch);
 }
 
-void pl_poison(pl_channel *ch, const char *cause) {
-    if (!pl_is_forked(ch)) pl_set_poison(ch, PL_POISONED, ch->rank, cause);
+void pl_poison(pl_channel *ch, const char *cause, int blamed, int is_lost) {
+    if (!pl_is_forked(ch)) pl_set_poison(ch, is_lost ? PL_LOST : PL_POISONED, blamed, cause);
 }
 
 void pl_set_spin(pl_channel *ch, double inline_s, double worker_s) {

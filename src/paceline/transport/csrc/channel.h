@@ -17,7 +17,7 @@ struct pl_job {
     _Atomic int references;
     _Atomic int status; /* an enum pl_status; what else there is to know is written before it (release) */
     int outcome;        /* what the status will be, while it is still pending */
-    int blamed;         /* the rank at fault, or -1 */
+    int blamed;         /* the rank at fault, by its name, or -1 */
     int source;
     char message[PL_CAUSE_BYTES];
 
@@ -29,6 +29,8 @@ struct pl_job {
     unsigned char *dst;
     uint64_t count; /* elements; bytes for messages */
     const uint64_t *sends, *send_sizes, *recvs, *recv_sizes;
+    int is_unequal;           /* an exchange: how much others send is found out on the way ... */
+    unsigned char *gathered; /* ... and is put here, for the life of the job */
 
     /* While it runs. */
     int64_t deadline_ns; /* INT64_MAX: none */
@@ -89,6 +91,7 @@ struct pl_channel {
     pl_arena *arenas;
 
     struct pl_post *post;
+    int post_closed; /* no messages any more; under the lock that posts are made under */
 
     /* Which file this process has joined, so that it does not join it twice (channel.c). */
     uint64_t device, inode;
@@ -120,7 +123,7 @@ int pl_pass(pl_channel *ch, pl_job *job);
 int pl_still_fine(pl_channel *ch, pl_job *job);
 /* Does `rank` still take part? If not, the group is poisoned and the job fails. */
 int pl_is_there(pl_channel *ch, pl_job *job, int rank);
-void pl_set_poison(pl_channel *ch, enum pl_status status, int rank, const char *text);
+void pl_set_poison(pl_channel *ch, enum pl_status status, int blamed, const char *text);
 int pl_is_poisoned(const pl_channel *ch);
 void pl_ring_all_bells(pl_channel *ch);
 
@@ -131,7 +134,7 @@ void pl_run(pl_channel *ch, pl_job *job);
 void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes);
 pl_descriptor pl_descriptor_of(const pl_job *job);
 
-void pl_job_fail(pl_job *job, enum pl_status status, int rank, const char *format, ...)
+void pl_job_fail(pl_job *job, enum pl_status status, int blamed, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 /* Begin to count the time a job has. */
 void pl_job_start(pl_job *job, int64_t spin_ns);
@@ -146,6 +149,11 @@ void pl_queue_close(pl_channel *ch);
 void pl_queue_free(pl_queue *queue);
 /* NULL if this process may use the channel, or a job that says why not. */
 pl_job *pl_refusal(pl_channel *ch);
+extern const char *const pl_forked;
+/* Shall this thread stop waiting? Asked with no lock held, as the program's answer may take a while. */
+int pl_is_interrupted(void);
+/* Wait on the condition for a while; false if the time is up or the thread was interrupted. */
+int pl_nap(pthread_cond_t *on, pthread_mutex_t *lock, int64_t end_ns, int *interrupted);
 
 /* A thread that leaves signals to the program's own. */
 int pl_start_thread(pthread_t *thread, void *(*function)(void *), void *argument);

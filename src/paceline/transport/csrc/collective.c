@@ -2,6 +2,7 @@
  *     write own halves; pl_pass; read others' halves; ch->round++
  */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "channel.h"
@@ -35,10 +36,10 @@ static unsigned char *spot(const pl_channel *ch, int rank, uint64_t round, uint6
 /* -- do all ranks mean the same? ----------------------------------------------------------------------------------- */
 
 pl_descriptor pl_descriptor_of(const pl_job *job) {
-    pl_descriptor d = {.kind = (uint32_t)job->kind, .root = (uint32_t)job->root, .flags = (uint64_t)job->form | (uint64_t)job->same << 8};
+    pl_descriptor d = {.kind = (uint32_t)job->kind, .root = (uint32_t)job->root, .flags = (uint64_t)job->form | (uint64_t)job->same << 8 | (uint64_t)job->is_unequal << 9};
+    if (job->form != PL_FORM_BARRIER) d.dtype = (uint32_t)job->dtype;
     if (job->form == PL_FORM_ALL_REDUCE || job->form == PL_FORM_REDUCE_EXCHANGE) {
         d.op = (uint32_t)job->op;
-        d.dtype = (uint32_t)job->dtype;
         d.count = job->count;
         memcpy(&d.scale, &job->scale, sizeof d.scale);
     }
@@ -46,13 +47,15 @@ pl_descriptor pl_descriptor_of(const pl_job *job) {
 }
 
 static int is_same_call(const pl_descriptor *a, const pl_descriptor *b) {
-    return a->kind == b->kind && a->op == b->op && a->dtype == b->dtype && a->root == b->root && a->count == b->count &&
+    const int same_dtype = a->dtype == b->dtype || a->dtype == PL_NO_DTYPE || b->dtype == PL_NO_DTYPE;
+    return a->kind == b->kind && a->op == b->op && same_dtype && a->root == b->root && a->count == b->count &&
            a->scale == b->scale && a->flags == b->flags;
 }
 
 void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes) {
     static const char *const kinds[PL_KINDS] = {"barrier", "all_reduce", "broadcast", "all_gather",    "gather",
-                                                "scatter", "all_to_all", "reduce",    "reduce_scatter"};
+                                                "scatter", "all_to_all", "reduce",    "reduce_scatter",
+                                                "sparse all_reduce"};
     static const char *const ops[PL_OPS] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
     static const char *const dtypes[PL_DTYPES] = {"float32", "float64", "float16", "bfloat16", "complex64",
                                                   "complex128", "int8", "int16", "int32", "int64",
@@ -62,9 +65,12 @@ void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes) {
     char root[24] = "";
     if ((int32_t)d->root >= 0) snprintf(root, sizeof root, " root %d", (int)d->root);
     const uint64_t form = d->flags & 0xff;
+    const char *dtype = d->dtype < PL_DTYPES ? dtypes[d->dtype] : d->dtype == PL_NO_DTYPE ? "nothing" : "another dtype";
     if (form == PL_FORM_ALL_REDUCE || form == PL_FORM_REDUCE_EXCHANGE)
         snprintf(text, bytes, "%s(%s, %llu x %s)%s", kind, d->op < PL_OPS ? ops[d->op] : "?",
-                 (unsigned long long)d->count, d->dtype < PL_DTYPES ? dtypes[d->dtype] : "?", root);
+                 (unsigned long long)d->count, dtype, root);
+    else if (form == PL_FORM_EXCHANGE)
+        snprintf(text, bytes, "%s(%s)%s", kind, dtype, root);
     else
         snprintf(text, bytes, "%s%s", kind, root);
 }
@@ -80,15 +86,17 @@ static const pl_descriptor *posted(const pl_channel *ch, int rank) {
 
 /* After the first gate. All ranks compare the same descriptors, so all come to the same verdict and stay in step. */
 static int agreed(pl_channel *ch, pl_job *job) {
-    int other = 1;
-    while (other < ch->size && is_same_call(posted(ch, 0), posted(ch, other))) other++;
+    int one = 0, other = 0;
+    /* One that has a dtype to compare with, if there is one. */
+    while (one < ch->size - 1 && posted(ch, one)->dtype == PL_NO_DTYPE) one++;
+    while (other < ch->size && is_same_call(posted(ch, one), posted(ch, other))) other++;
     if (other == ch->size) return 1;
     char first[100], second[100];
-    pl_describe(posted(ch, 0), first, sizeof first);
+    pl_describe(posted(ch, one), first, sizeof first);
     pl_describe(posted(ch, other), second, sizeof second);
-    pl_job_fail(job, PL_DISAGREED, other,
+    pl_job_fail(job, PL_DISAGREED, ch->names[other],
                 "ranks are in different collectives: rank %d in %s, rank %d in %s; every rank has to call the same ones "
-                "in the same order", ch->names[0], first, ch->names[other], second);
+                "in the same order", ch->names[one], first, ch->names[other], second);
     return 0;
 }
 
@@ -292,12 +300,34 @@ static int tables_match(pl_channel *ch, pl_job *job, uint64_t *largest) {
             if (out != in) {
                 char what[100];
                 pl_describe(posted(ch, s), what, sizeof what);
-                pl_job_fail(job, PL_DISAGREED, d, "%s: rank %d sends %llu bytes to rank %d, which expects %llu", what,
+                pl_job_fail(job, PL_DISAGREED, ch->names[d], "%s: rank %d sends %llu bytes to rank %d, which expects %llu", what,
                             ch->names[s], (unsigned long long)out, ch->names[d], (unsigned long long)in);
                 return 0;
             }
             if (s != d && out > *largest) *largest = out;
         }
+    return 1;
+}
+
+/* Everybody has said how much it sends: make room for it. */
+static int make_room(pl_channel *ch, pl_job *job, uint64_t *largest) {
+    const uint64_t n = (uint64_t)ch->size;
+    uint64_t *recvs = job->tables + 2 * n, *sizes = job->tables + 3 * n, all = 0;
+    *largest = 0;
+    for (int s = 0; s < ch->size; s++) {
+        sizes[s] = pl_slot_of(ch, s)->out[ch->round & 1][s];
+        recvs[s] = all; /* from where it begins, for now */
+        all += pl_round_up(sizes[s], GRAIN_BYTES);
+        if (sizes[s] > *largest) *largest = sizes[s];
+    }
+    job->gathered = malloc(all ? all : 1);
+    if (!job->gathered) {
+        pl_set_poison(ch, PL_MEMORY, ch->names[ch->rank], "no memory for what the ranks have sent");
+        return pl_still_fine(ch, job);
+    }
+    for (int s = 0; s < ch->size; s++) recvs[s] += (uint64_t)job->gathered;
+    job->recvs = recvs;
+    job->recv_sizes = sizes;
     return 1;
 }
 
@@ -352,7 +382,7 @@ static int exchange(pl_channel *ch, pl_job *job) {
         if (k == 0) {
             pl_copying_resume(&ch->copying);
             uint64_t largest;
-            if (!agreed(ch, job) || !tables_match(ch, job, &largest)) {
+            if (!agreed(ch, job) || !(job->is_unequal ? make_room : tables_match)(ch, job, &largest)) {
                 ch->round++;
                 return 0;
             }
@@ -377,8 +407,8 @@ static int counts_match(pl_channel *ch, pl_job *job) {
             if (a == b) continue;
             char what[100];
             pl_describe(posted(ch, s), what, sizeof what);
-            pl_job_fail(job, PL_DISAGREED, s, "%s: the piece for rank %d has %llu elements on rank %d and %llu on rank %d",
-                        what, ch->names[d], (unsigned long long)a, ch->names[0], (unsigned long long)b, ch->names[s]);
+            pl_job_fail(job, PL_DISAGREED, ch->names[s],
+                        "%s: the piece for rank %d has %llu elements on rank %d and %llu on rank %d", what, ch->names[d], (unsigned long long)a, ch->names[0], (unsigned long long)b, ch->names[s]);
             return 0;
         }
     return 1;

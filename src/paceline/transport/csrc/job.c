@@ -19,13 +19,13 @@
 static pl_job no_memory = {.status = PL_MEMORY, .blamed = -1, .source = -1, .references = INT_MAX / 2,
                            .message = "out of memory in the shared-memory kernel"};
 
-void pl_job_fail(pl_job *job, enum pl_status status, int rank, const char *format, ...) {
+void pl_job_fail(pl_job *job, enum pl_status status, int blamed, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(job->message, sizeof job->message, format, arguments);
     va_end(arguments);
     job->outcome = (int)status;
-    job->blamed = rank;
+    job->blamed = blamed;
 }
 
 void pl_job_start(pl_job *job, int64_t spin_ns) {
@@ -62,6 +62,7 @@ pl_job *pl_job_new(const pl_job *like) {
 void pl_job_release(pl_job *job) {
     if (job == &no_memory || atomic_fetch_sub_explicit(&job->references, 1, memory_order_acq_rel) != 1) return;
     pl_channel_release(job->channel);
+    free(job->gathered);
     free(job);
 }
 
@@ -85,8 +86,13 @@ pl_job *pl_job_refused(pl_channel *ch, enum pl_status status, const char *text) 
 
 int pl_job_status(pl_job *job) { return atomic_load_explicit(&job->status, memory_order_acquire); }
 const char *pl_job_message(pl_job *job) { return job->message; }
-int pl_job_rank(pl_job *job) { return job->blamed < 0 ? -1 : job->channel->names[job->blamed]; }
+int pl_job_rank(pl_job *job) { return job->blamed; }
 int pl_job_source(pl_job *job) { return job->source; }
+
+const void *pl_job_part(pl_job *job, int rank, uint64_t *nbytes) {
+    *nbytes = job->recv_sizes[rank];
+    return (const void *)job->recvs[rank];
+}
 
 /* -- the queue ------------------------------------------------------------------------------------------------------ */
 
@@ -159,27 +165,43 @@ int pl_start_thread(pthread_t *thread, void *(*function)(void *), void *argument
     return !failed;
 }
 
-static struct timespec after(double seconds) {
-    int64_t ns = pl_now_ns() + (int64_t)(seconds * 1e9);
-    return (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+static _Atomic(int (*)(void)) asked_for_interrupts;
+
+void pl_on_interrupt(int (*is_interrupted)(void)) { atomic_store(&asked_for_interrupts, is_interrupted); }
+
+int pl_is_interrupted(void) {
+    int (*ask)(void) = atomic_load(&asked_for_interrupts);
+    return ask && ask();
 }
 
-/* Until the job has ended or the time is up. Who waits without limit takes the turn when it is free: one thread switch
- * less, and often none, if a job is waited for as soon as it is made. */
-static void wait_locked(pl_channel *ch, pl_job *job, double timeout_s) {
+int pl_nap(pthread_cond_t *on, pthread_mutex_t *lock, int64_t end_ns, int *interrupted) {
+    const int64_t soon_ns = pl_now_ns() + PL_NAP_NS, until_ns = soon_ns < end_ns ? soon_ns : end_ns;
+    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    if (pthread_cond_timedwait(on, lock, &until) == 0) return 1;
+    if (until_ns == end_ns) return 0;
+    pthread_mutex_unlock(lock);
+    *interrupted = pl_is_interrupted();
+    pthread_mutex_lock(lock);
+    return !*interrupted;
+}
+
+/* Until the job has ended or the time is up; true if the thread was interrupted instead, and the job goes on without
+ * it. Who waits without limit takes the turn when it is free: one thread switch less, and often none, if a job is
+ * waited for as soon as it is made. */
+static int wait_locked(pl_channel *ch, pl_job *job, double timeout_s) {
     pl_queue *q = &ch->queue;
     const int limited = timeout_s < 1e9;
-    struct timespec end = after(limited ? timeout_s : 0);
+    const int64_t end_ns = limited ? pl_now_ns() + (int64_t)(timeout_s * 1e9) : INT64_MAX;
+    int interrupted = 0;
     q->waiting++;
     while (pl_job_status(job) == PL_PENDING) {
         if (!limited && !q->taken && q->first)
             run_first(ch, atomic_load_explicit(&ch->inline_spin_ns, memory_order_relaxed));
-        else if (!limited)
-            pthread_cond_wait(&q->progress, &q->lock);
-        else if (pthread_cond_timedwait(&q->progress, &q->lock, &end) != 0)
+        else if (!pl_nap(&q->progress, &q->lock, end_ns, &interrupted))
             break;
     }
     q->waiting--;
+    return interrupted && pl_job_status(job) == PL_PENDING;
 }
 
 static pl_job *run_here(pl_channel *ch, pl_job *job) {
@@ -199,12 +221,13 @@ static pl_job *submit(pl_channel *ch, pl_job *job, int run_inline) {
     pl_queue *q = &ch->queue;
     pl_job *refusal = pl_refusal(ch);
     if (refusal) return refusal;
-    pl_settle_spin(ch);
     pthread_mutex_lock(&q->lock);
     if (q->closed) {
         pthread_mutex_unlock(&q->lock);
         return pl_job_refused(ch, PL_CLOSED, "this rank has closed the group");
     }
+    /* Not before: the segment is there only until the group is closed. */
+    pl_settle_spin(ch);
     if (run_inline && !q->taken && !q->first) return run_here(ch, job);
     if (!q->has_worker) q->has_worker = pl_start_thread(&q->worker, work, ch);
     pl_job *queued = q->has_worker ? pl_job_new(job) : &no_memory;
@@ -221,12 +244,16 @@ static pl_job *submit(pl_channel *ch, pl_job *job, int run_inline) {
 
 int pl_job_wait(pl_job *job, double timeout_s) {
     if (pl_job_status(job) != PL_PENDING) return pl_job_status(job);
-    if (pl_is_forked(job->channel)) return PL_FORKED;
+    if (pl_is_forked(job->channel)) {
+        /* A copy of the parent's job, which nobody but us looks at. */
+        pl_job_fail(job, PL_FORKED, -1, "%s", pl_forked);
+        return PL_FORKED;
+    }
     if (job->form == PL_FORM_SEND || job->form == PL_FORM_RECV) return pl_post_wait(job, timeout_s);
     pthread_mutex_lock(&job->channel->queue.lock);
-    wait_locked(job->channel, job, timeout_s);
+    const int interrupted = wait_locked(job->channel, job, timeout_s);
     pthread_mutex_unlock(&job->channel->queue.lock);
-    return pl_job_status(job);
+    return interrupted ? PL_INTERRUPTED : pl_job_status(job);
 }
 
 void pl_queue_close(pl_channel *ch) {
@@ -268,8 +295,16 @@ pl_job *pl_all_reduce(pl_channel *ch, const void *src, void *dst, uint64_t count
     return submit(ch, &job, run_inline);
 }
 
+/* Then its dtype means nothing: an empty tensor is often made without thinking of one. */
+static int moves_nothing(const pl_job *exchange) {
+    for (int r = 0; r < exchange->channel->size; r++)
+        if (exchange->send_sizes[exchange->same ? 0 : r] || exchange->recv_sizes[r]) return 0;
+    return 1;
+}
+
 pl_job *pl_exchange(pl_channel *ch, const uint64_t *sends, const uint64_t *send_bytes, const uint64_t *recvs,
-                    const uint64_t *recv_bytes, int same, int kind, int root, double timeout_s, int run_inline) {
+                    const uint64_t *recv_bytes, int same, int kind, int root, int dtype, double timeout_s,
+                    int run_inline) {
     pl_job job = new_collective(ch, PL_FORM_EXCHANGE, kind, timeout_s);
     job.sends = sends;
     job.send_sizes = send_bytes;
@@ -277,7 +312,19 @@ pl_job *pl_exchange(pl_channel *ch, const uint64_t *sends, const uint64_t *send_
     job.recv_sizes = recv_bytes;
     job.same = same != 0;
     job.root = root;
+    job.dtype = moves_nothing(&job) ? PL_NO_DTYPE : dtype;
     return submit(ch, &job, run_inline);
+}
+
+pl_job *pl_gather_unequal(pl_channel *ch, const void *src, uint64_t nbytes, int kind, int dtype, double timeout_s) {
+    const uint64_t send = (uint64_t)src;
+    pl_job job = new_collective(ch, PL_FORM_EXCHANGE, kind, timeout_s);
+    job.sends = &send;
+    job.send_sizes = &nbytes;
+    job.same = 1;
+    job.is_unequal = 1;
+    job.dtype = dtype;
+    return submit(ch, &job, 0);
 }
 
 pl_job *pl_reduce_exchange(pl_channel *ch, const uint64_t *sends, const uint64_t *counts, void *dst, int dtype, int op,

@@ -31,10 +31,11 @@
 #include "pl.h"
 
 #define PL_MAGIC UINT64_C(0x31656e696c636170) /* "pacline1" */
-#define PL_LAYOUT 2                           /* changes with anything in this file */
+#define PL_LAYOUT 3                           /* changes with anything in this file */
 /* Neighbouring lines are fetched in pairs on much of x86, and 128 is a line elsewhere. */
 #define PL_LINE 128
 #define PL_CAUSE_BYTES 320
+#define PL_NO_DTYPE INT32_MAX
 #define PL_CPU_WORDS 16 /* of 64 CPUs each: as many as a cpu_set_t has */
 
 /* Atomics between processes must not hide a lock of one process. */
@@ -45,7 +46,7 @@ _Static_assert(sizeof(_Atomic uint32_t) == 4, "a futex is 32 bits");
 
 /* What a rank is doing; compared after the first round of each collective. */
 typedef struct {
-    uint32_t kind, op, dtype, root;
+    uint32_t kind, op, dtype, root; /* PL_NO_DTYPE: goes with any */
     uint64_t count;  /* elements, or bytes of the largest piece for an exchange */
     uint64_t scale;  /* the bits of the double */
     uint64_t arena;  /* where the tensor is: an arena's number + 1, or 0 for private memory ... */
@@ -63,8 +64,9 @@ typedef struct {
     PL_ALIGNED pl_descriptor descriptor[2];
     PL_ALIGNED uint64_t out[2][PL_MAX_RANKS]; /* bytes this rank sends to each ... */
     uint64_t in[2][PL_MAX_RANKS];             /* ... and expects from each */
-    /* Why this rank poisoned the group: written before the poison word is, once. */
+    /* Why this rank poisoned the group, and the name of who is to blame: written before the poison word is, once. */
     PL_ALIGNED char cause[PL_CAUSE_BYTES];
+    int32_t blamed;
     /* Rung by others when a ring from or to this rank has moved (message.c). */
     PL_ALIGNED _Atomic uint32_t bell;
     _Atomic uint32_t listening; /* somebody sleeps on the bell */
@@ -76,7 +78,7 @@ typedef struct {
     uint64_t nbytes;
     uint32_t size;
     _Atomic uint32_t made; /* the header is complete */
-    /* 0, or why nothing works any more: status | rank + 1 << 8 | reporter + 1 << 20. Set once, never cleared. */
+    /* 0, or why nothing works any more: status | reporter + 1 << 8. Set once, never cleared. */
     PL_ALIGNED _Atomic uint32_t poison;
     /* The gate. Together on a line: who changes one looks at the other. */
     PL_ALIGNED _Atomic uint32_t arrivals;

@@ -59,7 +59,7 @@ typedef struct pl_post {
     pthread_mutex_t lock;
     pthread_cond_t work;     /* for the thread: a job is pending, or the end */
     pthread_cond_t finished; /* for those who wait */
-    int closed, has_thread;
+    int closed;
     pthread_t thread;
     int pending;  /* jobs that have not ended */
     job_list sends[PL_MAX_RANKS];
@@ -166,7 +166,7 @@ static int is_looked_for(const pl_post *post, int source) {
 static int has_right_size(pl_channel *ch, pl_job *recv, int source, uint64_t nbytes) {
     recv->source = source;
     if (recv->count == nbytes) return 1;
-    pl_job_fail(recv, PL_DISAGREED, source, "rank %d sent %llu bytes to rank %d, which receives %llu", ch->names[source],
+    pl_job_fail(recv, PL_DISAGREED, ch->names[source], "rank %d sent %llu bytes to rank %d, which receives %llu", ch->names[source],
                 (unsigned long long)nbytes, ch->names[ch->rank], (unsigned long long)recv->count);
     return 0;
 }
@@ -184,7 +184,7 @@ static void put_aside(pl_channel *ch, pl_post *post, int source, incoming *in) {
     stashed **at = &post->aside;
     in->aside = malloc(sizeof(stashed) + in->header.nbytes);
     if (!in->aside) {
-        pl_set_poison(ch, PL_MEMORY, ch->rank, "no memory to set a message aside that was not waited for");
+        pl_set_poison(ch, PL_MEMORY, ch->names[ch->rank], "no memory to set a message aside that was not waited for");
         return;
     }
     *in->aside = (stashed){.source = source, .tag = in->header.tag, .nbytes = in->header.nbytes};
@@ -262,7 +262,7 @@ static int move_all(pl_channel *ch, pl_post *post) {
 static void give_up(pl_channel *ch, pl_post *post, pl_job *job) {
     if (job->form == PL_FORM_SEND) {
         take_out(&post->sends[job->peer], job);
-        if (job->announced) pl_set_poison(ch, (enum pl_status)job->outcome, job->peer, job->message);
+        if (job->announced) pl_set_poison(ch, (enum pl_status)job->outcome, ch->names[job->peer], job->message);
     } else {
         take_out(&post->recvs, job);
         for (int r = 0; r < ch->size; r++)
@@ -277,7 +277,8 @@ static int has_come_too_late(pl_channel *ch, pl_job *job) {
     if (job->deadline_ns == INT64_MAX || pl_now_ns() < job->deadline_ns) return 0;
     char who[24] = "any rank";
     if (job->peer >= 0) snprintf(who, sizeof who, "rank %d", ch->names[job->peer]);
-    pl_job_fail(job, PL_TIMED_OUT, job->peer, "rank %d waited %.3g s for %s %s a message of %llu bytes with tag %lld",
+    pl_job_fail(job, PL_TIMED_OUT, job->peer < 0 ? -1 : ch->names[job->peer],
+                "rank %d waited %.3g s for %s %s a message of %llu bytes with tag %lld",
                 ch->names[ch->rank], job->timeout_s, who, job->form == PL_FORM_SEND ? "to take" : "to send",
                 (unsigned long long)job->count, (long long)job->tag);
     return 1;
@@ -379,19 +380,32 @@ static pl_post *new_post(void) {
     return post;
 }
 
-/* Made at the first message: most groups never send one. */
+static void free_post(pl_post *post) {
+    pthread_cond_destroy(&post->work);
+    pthread_cond_destroy(&post->finished);
+    pthread_mutex_destroy(&post->lock);
+    free(post);
+}
+
+/* Made at the first message: most groups never send one. Not for a message that races with the group's end, which has
+ * looked for a thread to end and found none. */
 static pl_post *post_of(pl_channel *ch) {
     pthread_mutex_lock(&making);
-    if (!ch->post && (ch->post = new_post()) != NULL) {
-        ch->post->has_thread = pl_start_thread(&ch->post->thread, carry, ch);
-        if (!ch->post->has_thread) {
-            free(ch->post);
+    if (!ch->post && !ch->post_closed && (ch->post = new_post()) != NULL)
+        if (!pl_start_thread(&ch->post->thread, carry, ch)) {
+            free_post(ch->post);
             ch->post = NULL;
         }
-    }
     pl_post *post = ch->post;
     pthread_mutex_unlock(&making);
     return post;
+}
+
+static int is_closed(pl_channel *ch) {
+    pthread_mutex_lock(&making);
+    const int closed = ch->post_closed;
+    pthread_mutex_unlock(&making);
+    return closed;
 }
 
 /* A recv may find its message among those set aside. */
@@ -414,6 +428,7 @@ static pl_job *submit(pl_channel *ch, pl_job *like) {
     pl_job *refusal = pl_refusal(ch);
     if (refusal) return refusal;
     pl_post *post = post_of(ch);
+    if (!post && is_closed(ch)) return pl_job_refused(ch, PL_CLOSED, "this rank has closed the group");
     if (!post) return pl_job_refused(ch, PL_MEMORY, "no memory for messages");
     pl_job *job = pl_job_new(like);
     if (pl_job_status(job) != PL_PENDING) return job;
@@ -457,12 +472,12 @@ pl_job *pl_recv(pl_channel *ch, void *dst, uint64_t nbytes, int from, int64_t ta
 int pl_post_wait(pl_job *job, double timeout_s) {
     pl_channel *ch = job->channel;
     pl_post *post = ch->post;
-    const int limited = timeout_s < 1e9;
-    pl_settle_spin(ch);
-    const int64_t now = pl_now_ns(), spin_end = now + atomic_load(&ch->inline_spin_ns);
-    const int64_t end_ns = limited ? now + (int64_t)(timeout_s * 1e9) : INT64_MAX;
-    const struct timespec until = {.tv_sec = end_ns / 1000000000, .tv_nsec = end_ns % 1000000000};
+    int interrupted = 0;
     pthread_mutex_lock(&post->lock);
+    /* The segment is there while a message is pending. */
+    if (pl_job_status(job) == PL_PENDING) pl_settle_spin(ch);
+    const int64_t now = pl_now_ns(), spin_end = now + atomic_load(&ch->inline_spin_ns);
+    const int64_t end_ns = timeout_s < 1e9 ? now + (int64_t)(timeout_s * 1e9) : INT64_MAX;
     /* A peer that answers at once is answered without a thread switch. */
     while (pl_job_status(job) == PL_PENDING && pl_now_ns() < spin_end) {
         if (move_all(ch, post)) continue;
@@ -470,12 +485,9 @@ int pl_post_wait(pl_job *job, double timeout_s) {
         pl_pause();
         pthread_mutex_lock(&post->lock);
     }
-    while (pl_job_status(job) == PL_PENDING) {
-        if (!limited) pthread_cond_wait(&post->finished, &post->lock);
-        else if (pthread_cond_timedwait(&post->finished, &post->lock, &until) != 0) break;
-    }
+    while (pl_job_status(job) == PL_PENDING && pl_nap(&post->finished, &post->lock, end_ns, &interrupted)) {}
     pthread_mutex_unlock(&post->lock);
-    return pl_job_status(job);
+    return interrupted && pl_job_status(job) == PL_PENDING ? PL_INTERRUPTED : pl_job_status(job);
 }
 
 static pl_job *any_send(const pl_channel *ch, const pl_post *post) {
@@ -492,9 +504,12 @@ static void drop(pl_channel *ch, pl_post *post, pl_job *job) {
 
 /* What was sent is delivered to the ring; what was not received will not be. */
 void pl_post_close(pl_channel *ch) {
-    pl_post *post = ch->post;
     const int64_t end_ns = pl_now_ns() + CLOSE_NS;
     const struct timespec until = {.tv_sec = end_ns / 1000000000, .tv_nsec = end_ns % 1000000000};
+    pthread_mutex_lock(&making);
+    ch->post_closed = 1;
+    pl_post *post = ch->post;
+    pthread_mutex_unlock(&making);
     if (!post) return;
     pthread_mutex_lock(&post->lock);
     post->closed = 1;
@@ -512,8 +527,5 @@ void pl_post_free(pl_channel *ch) {
     pl_post *post = ch->post;
     if (!post) return;
     while (post->aside) remove_stashed(post, post->aside);
-    pthread_cond_destroy(&post->work);
-    pthread_cond_destroy(&post->finished);
-    pthread_mutex_destroy(&post->lock);
-    free(post);
+    free_post(post);
 }

@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define PL_ABI 3
+#define PL_ABI 4
 #define PL_MAX_RANKS 64
 #define PL_API __attribute__((visibility("default")))
 
@@ -41,6 +41,7 @@ enum pl_status {
     PL_FORKED,    /* this process is a fork of the one that opened the group */
     PL_ARGUMENT,
     PL_MEMORY,
+    PL_INTERRUPTED, /* the program wants its thread back (a signal); see pl_on_interrupt */
 };
 
 enum pl_op { PL_SUM, PL_AVG, PL_PRODUCT, PL_MIN, PL_MAX, PL_BAND, PL_BOR, PL_BXOR, PL_OPS };
@@ -52,7 +53,7 @@ enum pl_dtype {
 
 enum pl_kind {
     PL_BARRIER, PL_ALL_REDUCE, PL_BROADCAST, PL_ALL_GATHER, PL_GATHER, PL_SCATTER, PL_ALL_TO_ALL, PL_REDUCE,
-    PL_REDUCE_SCATTER, PL_KINDS
+    PL_REDUCE_SCATTER, PL_SPARSE_ALL_REDUCE, PL_KINDS
 };
 
 /* Where a rank can be made to fail; the words are in kernel.py. */
@@ -73,9 +74,12 @@ PL_API pl_channel *pl_open(void *base, uint64_t nbytes, int fd, int rank, int si
 
 PL_API pl_job *pl_all_reduce(pl_channel *, const void *src, void *dst, uint64_t count, int dtype, int op,
                              double scale, double timeout_s, int run_inline);
+/* `dtype` is compared between ranks, and only that: any number will do. */
 PL_API pl_job *pl_exchange(pl_channel *, const uint64_t *sends, const uint64_t *send_bytes, const uint64_t *recvs,
-                           const uint64_t *recv_bytes, int same, int kind, int root, double timeout_s,
+                           const uint64_t *recv_bytes, int same, int kind, int root, int dtype, double timeout_s,
                            int run_inline);
+/* To everybody, everybody's bytes, which may differ in number; where they are is known when the job has ended. */
+PL_API pl_job *pl_gather_unequal(pl_channel *, const void *src, uint64_t nbytes, int kind, int dtype, double timeout_s);
 PL_API pl_job *pl_reduce_exchange(pl_channel *, const uint64_t *sends, const uint64_t *counts, void *dst, int dtype,
                                   int op, int kind, int root, double timeout_s, int run_inline);
 PL_API pl_job *pl_barrier(pl_channel *, double timeout_s, int run_inline);
@@ -87,10 +91,14 @@ PL_API pl_job *pl_recv(pl_channel *, void *dst, uint64_t nbytes, int from, int64
 PL_API int pl_register_arena(pl_channel *, uint64_t arena, const uint64_t *bases, uint64_t nbytes);
 PL_API void pl_unregister_arena(pl_channel *, uint64_t arena);
 
-PL_API void pl_poison(pl_channel *, const char *cause);
+/* Make everybody's calls fail, now and later. `blamed` is the number of the rank at fault, which need not be one of
+ * these, or -1; `is_lost`: it is gone. */
+PL_API void pl_poison(pl_channel *, const char *cause, int blamed, int is_lost);
 PL_API void pl_close(pl_channel *); /* finishes what was started; calls after it are refused */
 PL_API void pl_abort(pl_channel *); /* makes it fail, everywhere, and closes */
 PL_API void pl_free(pl_channel *);  /* after closing, when nobody is going to call any more */
+/* What long waits ask from time to time, on whatever thread they are: shall this thread stop waiting? */
+PL_API void pl_on_interrupt(int (*is_interrupted)(void));
 PL_API void pl_set_spin(pl_channel *, double inline_s, double worker_s);
 
 PL_API int pl_job_wait(pl_job *, double timeout_s); /* its status; PL_PENDING when the time is up */
@@ -98,6 +106,7 @@ PL_API int pl_job_status(pl_job *);
 PL_API const char *pl_job_message(pl_job *);
 PL_API int pl_job_rank(pl_job *);   /* the rank that is to blame, by its name, or -1 */
 PL_API int pl_job_source(pl_job *); /* where a received message came from */
+PL_API const void *pl_job_part(pl_job *, int rank, uint64_t *nbytes); /* what was gathered of a rank */
 PL_API void pl_job_release(pl_job *);
 
 /* For tests: fail when `phase` is reached for the `count`-th time from now; action 1 kills, 2 stops the process. */

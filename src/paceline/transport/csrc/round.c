@@ -65,6 +65,7 @@ static int spin_at_gate(pl_channel *ch, int64_t most_ns) {
 }
 
 static int all_there(pl_channel *ch, pl_job *job);
+static int is_called_away(pl_channel *ch, pl_job *job);
 
 static int sleep_at_gate(pl_channel *ch, pl_job *job) {
     pl_header *h = ch->header;
@@ -79,7 +80,7 @@ static int sleep_at_gate(pl_channel *ch, pl_job *job) {
         int64_t now = pl_now_ns();
         if (now - looked >= PL_NAP_NS) {
             looked = now;
-            if (!(fine = all_there(ch, job))) break;
+            if (!(fine = all_there(ch, job) && !is_called_away(ch, job))) break;
         }
         int64_t nap = job->deadline_ns - now < PL_NAP_NS ? job->deadline_ns - now : PL_NAP_NS;
         pl_sleep_on(&h->arrivals, seen, nap > 0 ? nap : 1);
@@ -132,11 +133,11 @@ int pl_is_there(pl_channel *ch, pl_job *job, int rank) {
     if (state == PL_GONE) {
         snprintf(text, sizeof text, "rank %d has closed the group while rank %d was in %s", ch->names[rank],
                  ch->names[ch->rank], what);
-        pl_set_poison(ch, PL_LEFT, rank, text);
+        pl_set_poison(ch, PL_LEFT, ch->names[rank], text);
     } else {
         snprintf(text, sizeof text, "rank %d is gone: its process has ended while rank %d was in %s", ch->names[rank],
                  ch->names[ch->rank], what);
-        pl_set_poison(ch, PL_LOST, rank, text);
+        pl_set_poison(ch, PL_LOST, ch->names[rank], text);
     }
     return pl_still_fine(ch, job);
 }
@@ -154,17 +155,28 @@ static void time_out(pl_channel *ch, pl_job *job) {
     for (int r = 0, at = 0; r < ch->size; r++) {
         int late = job->form == PL_FORM_RECV || job->form == PL_FORM_SEND ? r == job->peer : is_missing(ch, r);
         if (!late) continue;
-        if (first < 0) first = r;
+        if (first < 0) first = ch->names[r];
         if (at < (int)sizeof who) at += snprintf(who + at, sizeof who - (size_t)at, "%s%d", at ? ", " : "", ch->names[r]);
     }
     what_it_does(job, what, sizeof what);
     if (first < 0)
-        snprintf(text, sizeof text, "rank %d waited %.3g s in %s and no rank answered", ch->names[ch->rank],
-                 job->timeout_s, what);
+        snprintf(text, sizeof text, "rank %d waited in %s until the timeout of %.3g s, and no rank answered",
+                 ch->names[ch->rank], what, job->timeout_s);
     else
-        snprintf(text, sizeof text, "rank %d waited %.3g s in %s for rank %s, which did not arrive",
-                 ch->names[ch->rank], job->timeout_s, what, who);
+        snprintf(text, sizeof text, "rank %d waited in %s until the timeout of %.3g s for rank %s, which did not arrive",
+                 ch->names[ch->rank], what, job->timeout_s, who);
     pl_set_poison(ch, PL_TIMED_OUT, first, text);
+}
+
+/* A thread that leaves in the middle of a collective leaves the other ranks without its part: they are told. */
+static int is_called_away(pl_channel *ch, pl_job *job) {
+    char what[128], text[PL_CAUSE_BYTES];
+    if (!pl_is_interrupted()) return 0;
+    what_it_does(job, what, sizeof what);
+    snprintf(text, sizeof text, "rank %d was interrupted in %s", ch->names[ch->rank], what);
+    pl_set_poison(ch, PL_POISONED, ch->names[ch->rank], text);
+    pl_job_fail(job, PL_INTERRUPTED, -1, "%s", text);
+    return 1;
 }
 
 int pl_is_poisoned(const pl_channel *ch) {
@@ -175,9 +187,13 @@ static int fail_with_poison(pl_channel *ch, pl_job *job) {
     /* Acquire: the reporter wrote its cause before the word. */
     uint32_t word = atomic_load_explicit(&ch->header->poison, memory_order_acquire);
     if (word == 0) return 0;
-    int rank = (int)(word >> 8 & 0xfff) - 1, reporter = (int)(word >> 20) - 1;
-    const char *cause = reporter >= 0 && reporter < ch->size ? pl_slot_of(ch, reporter)->cause : "";
-    pl_job_fail(job, (enum pl_status)(word & 0xff), rank, "%.*s", PL_CAUSE_BYTES - 1, cause);
+    const int reporter = (int)(word >> 8) - 1;
+    if (reporter < 0 || reporter >= ch->size) {
+        pl_job_fail(job, PL_POISONED, -1, "the control segment was overwritten");
+        return 1;
+    }
+    const pl_slot *slot = pl_slot_of(ch, reporter);
+    pl_job_fail(job, (enum pl_status)(word & 0xff), slot->blamed, "%.*s", PL_CAUSE_BYTES - 1, slot->cause);
     return 1;
 }
 
@@ -190,10 +206,11 @@ int pl_still_fine(pl_channel *ch, pl_job *job) {
 }
 
 /* The first cause stays; a second one changes nothing. */
-void pl_set_poison(pl_channel *ch, enum pl_status status, int rank, const char *text) {
+void pl_set_poison(pl_channel *ch, enum pl_status status, int blamed, const char *text) {
     if (!atomic_exchange(&ch->has_poisoned, 1)) {
-        uint32_t none = 0, word = (uint32_t)status | (uint32_t)(rank + 1) << 8 | (uint32_t)(ch->rank + 1) << 20;
+        uint32_t none = 0, word = (uint32_t)status | (uint32_t)(ch->rank + 1) << 8;
         snprintf(pl_slot_of(ch, ch->rank)->cause, PL_CAUSE_BYTES, "%s", text);
+        pl_slot_of(ch, ch->rank)->blamed = blamed;
         atomic_compare_exchange_strong_explicit(&ch->header->poison, &none, word, memory_order_release,
                                                 memory_order_relaxed);
     } else {
