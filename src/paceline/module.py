@@ -321,6 +321,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._leave_outer()
         self._note_failure(error)
 
+    def outdate_graphs(self, reducer: object) -> None:
+        if reducer is self._reducer:
+            self._mark.renew()
+
     def _leave_outer(self) -> None:
         if self._outer:
             DistributedDataParallel._active_ddp_module = self._outer.pop()

@@ -195,6 +195,22 @@ def make_plan(
     return BucketPlan(tuple(specs), buckets, tuple(caps_bytes), tuple(order))
 
 
+def arranged(order: Sequence[int], groups: Iterable[Sequence[int]]) -> list[int]:
+    """``order`` with the members of each group, wherever they stand in it, in the order of that group.
+
+    >>> arranged([5, 1, 2, 9, 3], [(3, 2, 1)])
+    [5, 3, 2, 9, 1]
+    """
+    result = list(order)
+    present = set(order)
+    for group in groups:
+        members = [index for index in group if index in present]
+        places = [place for place, index in enumerate(result) if index in set(members)]
+        for place, index in zip(places, members, strict=True):
+            result[place] = index
+    return result
+
+
 def _bucket(index: int, members: list[int], specs: Sequence[ParameterSpec]) -> BucketSpec:
     offsets, end = [], 0
     for i in members:

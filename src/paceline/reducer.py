@@ -34,7 +34,7 @@ from paceline.higher_order import average_with_graph, blocking_sum
 from paceline.inbox import Inbox
 from paceline.layout import Layout
 from paceline.ledger import Ledger
-from paceline.plan import BucketPlan, make_plan
+from paceline.plan import BucketPlan, arranged, make_plan
 from paceline.roster import SPEC_FIELDS, Roster
 from paceline.settlement import hand_out, multiply, send_late
 from paceline.status import Status
@@ -86,6 +86,8 @@ class Reducer:
         self._unused_hint: frozenset[int] | None = None
         self._left_out: frozenset[int] = frozenset()
         self._order_seen: list[int] | None = None
+        self.known_orders: dict[frozenset[int], list[int]] = {}
+        """Of graphs that bring all gradients at once: the order in which they compute them, as indices."""
         self._is_first = True
         self._adopt(roster, used=set())
 
@@ -115,6 +117,7 @@ class Reducer:
         self._left_out = frozenset()
         # Whatever was learnt of other parameters does not hold for these.
         self._order_seen, self._is_first, self._unused_hint = None, True, None
+        self.known_orders.clear()
         self.first_plan = make_plan(roster.specs, caps_bytes=self.options.caps_bytes)
         self._use(self.first_plan, used=used | {id(slot.param) for slot in came_unnoticed})
         self.listen()
@@ -725,7 +728,7 @@ class Reducer:
     def _rebuild(self) -> None:
         """Make the plan anew in the order in which rank 0's gradients became ready in the first backward."""
         assert self._order_seen is not None
-        order = self.ledger.observe(self._order_seen)
+        order = arranged(self.ledger.observe(self._order_seen), self.known_orders.values())
         self._order_seen = None
         if self.courier.size > 1:
             device = self.courier.status_device(self._layout.slots[0].param.device)

@@ -66,6 +66,7 @@ class Roster:
         self._module = module
         self.params: list[Tensor] = []
         self.specs: list[ParameterSpec] = []
+        self.ignored: list[Tensor] = []
         seen: set[Tensor] = set()
         self._tree = ModuleTree(module)
         # Where each parameter hangs: (dictionary, key, what is there).
@@ -76,6 +77,8 @@ class Roster:
             for key, param in owner._parameters.items():
                 places.append((owner._parameters, key, param))
                 name = f"{prefix}.{key}" if prefix else key
+                if param is not None and name in ignored:
+                    self.ignored.append(param)
                 if param is None or param in seen or name in ignored:
                     continue
                 seen.add(param)

@@ -156,6 +156,12 @@ def find_backend(name: Any, *, mode: str | None = None, options: Any = None, dyn
     return torch._TorchCompileWrapper(name, mode, options, dynamic)
 
 
+def original_backend(backend: Any) -> Any:
+    """What the user named as the backend, without what torch.compile and Dynamo's debugging tools put around it."""
+    backend = getattr(backend, "_torchdynamo_orig_backend", backend)
+    return backend.compiler_fn if isinstance(backend, torch._TorchCompileWrapper) else backend
+
+
 def compiled_call(module: Any) -> Any:
     """What ``m.compile()`` has put in the place of the module's call; None if it was not used."""
     return module._compiled_call_impl
@@ -194,7 +200,7 @@ def options_that_keep_order(backend: Any) -> dict[str, Any]:
     To save memory it moves what nothing waits for, gradients of weights that is, to the end of backward, where
     there is nothing left to overlap with. As an argument, since the backward is compiled later, when it first runs.
     """
-    inner = getattr(backend, "_torchdynamo_orig_backend", backend)
+    inner = original_backend(backend)
     if not isinstance(inner, torch._TorchCompileInductorWrapper) or "reorder_for_peak_memory" in inner.config:
         return {}
     return {"config_patches": {"reorder_for_peak_memory": False}}

@@ -6,6 +6,8 @@
 - ``catch``: getting hold of that graph, whatever the backend
 - ``run``: what is called instead of the compiled graph: the wrapper's part around it
 - ``backend``: saying it explicitly: the backend ``paceline``, and ``paceline.compile``
+- ``split``: cutting graphs where buckets end, for backends that need it: ``cut`` (where), ``part`` (the graphs),
+  ``chain`` (compiling and running them)
 - ``agreement``: ranks compile the same frames at the same time; ``meeting`` (how they talk), ``shapes`` (what they have
   seen), ``fingerprint`` (which graph it is), ``once`` (one rank compiles for all)
 - ``record``: what was compiled, and why something was not
@@ -18,6 +20,7 @@ from paceline.compiler.catch import Inside, catch
 from paceline.compiler.explain import Explanation, explain
 from paceline.compiler.ops import enter, leave, tie
 from paceline.compiler.run import Mark, Wrapper
+from paceline.compiler.split import DDPOptimizer
 from paceline.compiler.tap import MAX_TAP_BYTES
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "Backend",
     "Compilation",
     "CompileAgreement",
+    "DDPOptimizer",
     "Explanation",
     "Inside",
     "Mark",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,22 @@ from paceline.compiler.agreement import AgreedCall
 from paceline.compiler.placement import announcement
 from paceline.compiler.record import GraphRecord, note
 from paceline.compiler.run import Run
+from paceline.compiler.split import PlanSplit
+from paceline.errors import BadArgumentError
+from paceline.reducer import Reducer
 
 CompileFunction = Callable[..., Callable[..., Any]]
 
 
 class Backend:
-    """Calls ``inner``, the real backend, with graphs that report their gradients while backward runs."""
+    """Calls ``inner``, the real backend, with graphs that report their gradients while backward runs.
 
-    def __init__(self, inner: CompileFunction) -> None:
+    With ``split`` it gets parts of graphs instead, which report nothing: gradients come when a part's backward ends.
+    """
+
+    def __init__(self, inner: CompileFunction, *, split: bool = False) -> None:
         self.inner = inner
+        self.split = split
         self.__name__ = getattr(inner, "__name__", type(inner).__name__)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -31,6 +39,8 @@ class Backend:
             # Caught, although the backend was named explicitly: each would do it.
             return self.inner(gm, example_inputs, **options)
         marks = graphs.take_marks(gm.graph)
+        if self.split:
+            return self._split(gm, example_inputs, marks, **options)
         plain = fx.GraphModule(gm, _copy(gm.graph))
         tapped = graphs.put_taps(gm.graph, example_inputs)
         gm.recompile()
@@ -45,14 +55,8 @@ class Backend:
             note(reducer, record)
         if tapped.positions and not options:
             options = _torch.options_that_keep_order(self.inner)
-        try:
+        with _telling(tapped.reducers):
             compiled = self.inner(gm, example_inputs, **options)
-        except Exception as error:
-            # Others may be waiting for this rank in a collective of the step that it cannot take part in.
-            for reducer in tapped.reducers:
-                if reducer.channel.size > 1:
-                    reducer.channel.report("compiling", error)
-            raise
         if not marks and not tapped.positions:
             return compiled
         return Run(
@@ -64,6 +68,34 @@ class Backend:
             on_mismatch=record.mismatch,
             announcement=announcement(tapped.reducers),
         )
+
+    def _split(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], marks: list[tuple[str, str]], **options: Any
+    ) -> Callable[..., Any]:
+        parts = PlanSplit(gm, example_inputs)
+        record = GraphRecord(
+            backend=self.__name__,
+            n_nodes=len(gm.graph.nodes),
+            starts=any(kind == "enter" for kind, _ in marks),
+            cuts=list(map(str, parts.cuts)),
+        )
+        for reducer in parts.reducers:
+            note(reducer, record)
+        with _telling(parts.reducers):
+            parts.compile(gm, example_inputs, functools.partial(self.inner, **options))
+        return Run(parts, parts, marks=marks, positions=[], params=[], on_mismatch=record.mismatch)
+
+
+@contextlib.contextmanager
+def _telling(reducers: Sequence[Reducer]) -> Iterator[None]:
+    """If it fails: others may be waiting for this rank in a collective of the step that it cannot take part in."""
+    try:
+        yield
+    except Exception as error:
+        for reducer in reducers:
+            if reducer.channel.size > 1:
+                reducer.channel.report("compiling", error)
+        raise
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -82,6 +114,7 @@ def compile_module(
     model: nn.Module,
     *,
     inner: str | CompileFunction = "inductor",
+    split: bool = False,
     agreement: bool = False,
     once: bool = False,
     **options: Any,
@@ -89,11 +122,18 @@ def compile_module(
     """``torch.compile`` with ``inner`` as the backend, in which every graph reports its gradients, also where
     breaks make several graphs of one forward. The other arguments are those of torch.compile.
 
+    ``split=True`` cuts graphs where buckets end instead, and ``inner`` gets one graph for each bucket.
+
     With ``agreement`` all ranks compile the same graphs at the same time; with ``once`` one rank does it for all
     (``paceline.compiler.agreement``).
     """
+    if split and once:
+        raise BadArgumentError(
+            "split=True and once=True do not go together: torch keeps no artifacts of parts that one rank could give to "
+            "the others. Leave one of them out."
+        )
     chosen = _torch.find_backend(inner, mode=options.pop("mode", None), options=options.pop("options", None))
-    compiled = torch.compile(model, backend=Backend(chosen), **options)
+    compiled = torch.compile(model, backend=Backend(chosen, split=split), **options)
     if not (agreement or once):
         return compiled
     if not isinstance(compiled, nn.Module):

@@ -22,7 +22,10 @@ from paceline.compiler.run import Mark, compilation_failed
 
 
 def _at_compile_time(context: Any) -> None:
-    _torch.wrap_backend(context, lambda inner: inner if isinstance(inner, Backend) else Backend(inner))
+    def wrap(inner: Any) -> Any:
+        return inner if isinstance(_torch.original_backend(inner), Backend) else Backend(inner)
+
+    _torch.wrap_backend(context, wrap)
     _torch.tell_of_failure(context, compilation_failed)
 
 

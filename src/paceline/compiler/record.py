@@ -23,6 +23,8 @@ class GraphRecord:
     """Parameters among its inputs that are not reported, and why not: autograd brings their gradients."""
     starts: bool = False
     """The forward of the wrapper begins in it."""
+    cuts: list[str] = field(default_factory=list)
+    """Where it was cut into parts, and why; only with ``split=True``."""
     reasons: list[str] = field(default_factory=list)
     """What did not go as it should."""
 

@@ -30,6 +30,9 @@ class Wrapper(Protocol):
     def compilation_failed(self, error: BaseException) -> None:
         """It could not be made."""
 
+    def outdate_graphs(self, reducer: object) -> None:
+        """If ``reducer`` is the wrapper's own: graphs made for it are to be compiled anew."""
+
 
 _wrappers: weakref.WeakValueDictionary[str, Wrapper] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -66,6 +69,12 @@ def compilation_failed(key: str, error: BaseException) -> None:
     wrapper = _wrappers.get(key)
     if wrapper is not None:
         wrapper.compilation_failed(error)
+
+
+def outdate(reducer: object) -> None:
+    """Have Dynamo compile anew what it compiled for the wrapper that ``reducer`` belongs to."""
+    for wrapper in list(_wrappers.values()):
+        wrapper.outdate_graphs(reducer)
 
 
 class Run:

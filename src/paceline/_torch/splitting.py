@@ -1,0 +1,173 @@
+"""What a captured graph that is cut into parts needs of Dynamo and AOTAutograd, and torch has no public name for."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+# What stands in a captured graph where autocast begins and ends.
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
+
+# Functions in captured graphs between which there is a state that cannot be left and taken up again, by the words in
+# their names: levels of functorch, recorded functions, inference mode, hooks of saved tensors, streams.
+_OPENING = ("increment_nesting", "record_function_enter", "enter_inference_mode", "saved_tensors_hooks_disable")
+_CLOSING = ("decrement_nesting", "record_function_exit", "exit_inference_mode", "saved_tensors_hooks_enable")
+
+
+def region_step(node: fx.Node) -> int:
+    """1 if a state begins at ``node`` that a cut must not interrupt, -1 if one ends there, else 0."""
+    if node.op != "call_function":
+        return 0
+    name = str(getattr(node.target, "__name__", node.target))
+    if any(word in name for word in _OPENING):
+        return 1
+    return -1 if any(word in name for word in _CLOSING) else 0
+
+
+def copy_what_dynamo_says(source: fx.GraphModule, part: fx.GraphModule, *, reason: str | None) -> None:
+    """Let ``part`` of ``source`` be known as a graph of Dynamo's, which AOTAutograd treats differently.
+
+    ``reason`` is why it ends where it ends, in words; None if it ends where ``source`` ends. ``torch._dynamo.explain``
+    shows it.
+    """
+    part.meta.update(source.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(source, name):
+            setattr(part, name, getattr(source, name))
+    if reason is not None:
+        from torch._dynamo.output_graph import GraphCompileReason
+
+        frame = traceback.FrameSummary(__file__, 0, "split", lookup_line=False)
+        cast(Any, part).compile_subgraph_reason = GraphCompileReason(reason, [frame])
+
+
+def copy_source(node: fx.Node, placeholder: fx.Node) -> None:
+    """Say where ``placeholder`` of a part comes from: from where ``node`` does, or from another part."""
+    cast(Any, placeholder)._dynamo_source = getattr(node, "_dynamo_source", None)
+
+
+class StandIns:
+    """Tensors without memory that stand for the inputs of parts while those are compiled.
+
+    Dynamo's own are in each node, but compilers are to use others, which know no mutation that comes later in the
+    graph. Symbols are the same in both.
+    """
+
+    def __init__(self) -> None:
+        from torch._guards import TracingContext
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        whole = TracingContext.try_get()
+        self._contexts: Any = {} if whole is None else whole.tensor_to_context
+        self.mode: Any = None if whole is None else whole.fake_mode
+        if self.mode is None:
+            # Parameters that modules of the graph hold are what they are.
+            self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def propagate(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """For a graph that Dynamo has not captured: leave in each node's ``meta["val"]`` what its result looks like."""
+        from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+        FakeTensorProp(gm, self.mode).propagate(*inputs)
+
+    def of(self, value: Any) -> Any:
+        """For an input of the whole graph. Inputs that share memory do so here, too."""
+        if not isinstance(value, Tensor) or is_fake(value):
+            return self.like(value)
+        context = self._contexts.get(value)
+        if context is None:
+            return self.mode.from_tensor(value, static_shapes=True)
+        return self.mode.from_tensor(value, symbolic_context=context, source=context.tensor_source, trace=False)
+
+    def like(self, value: Any, strides: Sequence[Any] | None = None) -> Any:
+        """For what a part hands to another, going by what Dynamo says it looks like."""
+        if not is_fake(value) or (value.fake_mode is self.mode and strides is None):
+            return value
+        strides = value.stride() if strides is None else strides
+        with self.mode, torch.set_grad_enabled(value.requires_grad):
+            # Not a leaf, as no result of a part is: a change in place means something else for leaves.
+            source = torch.empty((), device=value.device, requires_grad=value.requires_grad)
+            return _Made.apply(source, value.size(), strides, value.dtype)
+
+
+class _Made(torch.autograd.Function):
+    """A tensor that looks like the result of something."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, size: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, strides, dtype=dtype, device=source.device)
+
+
+class PartContext:
+    """What AOTAutograd keeps of one part, apart from all others.
+
+    It keeps one set of notes for each graph that Dynamo has captured. The parts of one would overwrite each other's,
+    and the backward of a part is compiled long after its forward. Guards go to where Dynamo looks for them.
+    """
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        from torch._guards import TracingContext
+
+        whole = TracingContext.try_get()
+        self._context = TracingContext(stand_ins.mode) if whole is None else copy.copy(whole)
+        self._context.fw_metadata = None
+
+    def compile(
+        self, compile_function: Callable[..., Any], part: fx.GraphModule, inputs: Sequence[Any], *, show_outputs: bool
+    ) -> Any:
+        """The compiled part. ``show_outputs`` if :meth:`outputs` is to be asked, which must then be the first call."""
+        self._context.fakify_first_call = show_outputs
+        try:
+            with self._active():
+                return compile_function(part, inputs)
+        finally:
+            # It is kept for the backward, which is compiled when it first runs.
+            self._context.fakify_first_call = False
+
+    def outputs(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Stand-ins for what the part returns, with the strides that its code was made for.
+
+        None if AOTAutograd had no part in it: then nothing but the graph itself says what it returns.
+        """
+        if self._context.fw_metadata is None:
+            return None
+        with self._active():
+            return compiled(*inputs)
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        from torch._guards import tracing
+
+        with tracing(self._context):
+            yield
+
+
+def is_fake(value: Any) -> bool:
+    """Whether ``value`` stands for a tensor, and has no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+# Public, but part of the compiler: importing them takes half a second, which only who compiles should pay.
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in the shape and strides of a tensor, or in a number."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return set(symbolic_shapes.free_symbols(value))
+
+
+def is_known(condition: Any) -> bool:
+    """Whether a condition on symbols holds whatever they are. Nothing is guarded by asking."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)

@@ -1,0 +1,246 @@
+"""``paceline.compile(..., split=True)``: graphs are cut where the buckets of the wrapper's plan end."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.backends.debugging import ExplainWithBackend
+from torch._dynamo.utils import counters
+
+import paceline
+from paceline import DDP
+from paceline.compiler.record import records_of
+from tests.compiler._compare import batch, compare, in_sync, plain_step, same_grads, stack
+from tests.compiler._split import Recorder
+from tests.compiler.test_entries import Broken
+from tests.compiler.test_in_graph import Normed, Tied
+
+# A layer of `stack()` is 576 bytes, with its bias: one bucket each.
+LAYER = 8 * 8 * 8 + 8 * 8
+
+
+def split(inner, **options):
+    return functools.partial(paceline.compile, inner=inner, split=True, **options)
+
+
+def _parameters_of(recorder, params):
+    """The positions in ``params`` of those that each part was given."""
+    place = {tuple(param.shape): n for n, param in enumerate(params)}
+    return [
+        sorted(place[tuple(value.shape)] for value in inputs if isinstance(value, nn.Parameter))
+        for inputs in recorder.examples
+    ]
+
+
+def _gradients(rank, size, backend, kind):
+    recorder = Recorder(backend)
+    seen = compare(rank, kind, compile=split(recorder), bucket_cap_mb=LAYER / 2**20)
+    # Gradients come to the reducer through autograd; none was reported by a graph.
+    assert seen.taps == 0
+    assert max(seen.early) == 0
+    return len(recorder.graphs), seen
+
+
+@pytest.mark.parametrize("kind", [stack, Normed, Tied, Broken])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_are_those_of_eager_training(ranks, backend, kind):
+    for parts, seen in ranks(_gradients, backend, kind):
+        assert seen.rounds[-1] == seen.buckets
+        # As many as there are buckets, or twice if the plan was made anew.
+        assert parts >= seen.buckets > 1
+
+
+@pytest.mark.timeout(600)
+def test_gradients_in_inductor(ranks):
+    for parts, seen in ranks(_gradients, "inductor", stack, timeout=500):
+        assert parts == seen.buckets == 4
+
+
+class EightLayers(nn.Module):
+    """Each 1 MiB in float32, and of a shape of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(512 + 8 * n, 512 + 8 * n) / 25) for n in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.pad(x, (0, layer.shape[0] - x.shape[1])) @ layer
+        return x
+
+
+def _agree(rank, size, options):
+    torch._dynamo.reset()
+    ddp = DDP(EightLayers(), **options)
+    params = list(ddp.parameters())
+    recorder = Recorder("eager")
+    compiled = paceline.compile(ddp, inner=recorder, split=True, fullgraph=True)
+    x = torch.ones(2, 512)
+    found = []
+    for _ in range(5):
+        recorder.examples.clear()
+        recorder.graphs.clear()
+        planned = [sorted(bucket.params) for bucket in reversed(ddp.plan.buckets)]
+        compiled(x).sum().backward()
+        if recorder.graphs:
+            # It was compiled in this step, for the plan of this step.
+            assert _parameters_of(recorder, params) == planned
+            found.append(planned)
+    planned = [sorted(bucket.params) for bucket in reversed(ddp.plan.buckets)]
+    assert found[-1] == planned
+    record = records_of(ddp._reducer)[-1]
+    assert len(record.cuts) == len(planned) - 1
+    # By their names in the module, those that leave first at the end.
+    last = ", ".join(ddp.plan.names(ddp.plan.buckets[0].params)[:3])
+    assert last in record.cuts[-1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 2, 5]}, {"bucket_cap_mb": 0.5}], ids=str
+)
+def test_parts_are_the_buckets_of_the_plan(ranks, options):
+    first, second = ranks(_agree, options)
+    assert first == second
+    if "bucket_cap_mb_list" in options:
+        # Filled from the end from the start, so the order that is learnt changes nothing.
+        assert first == [[[0, 1, 2, 3, 4], [5, 6], [7]]]
+    if options == {"bucket_cap_mb": 3}:
+        # Made anew in the order of gradients after the first step; the graph follows.
+        assert first == [[[0, 1, 2], [3, 4, 5], [6, 7]], [[0, 1], [2, 3, 4], [5, 6, 7]]]
+
+
+def _follows(rank, size):
+    """Layers are registered in another order than the one they are used in."""
+
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)).double()
+
+        def forward(self, x):
+            for n in (2, 0, 3, 1):
+                x = self.layers[n](x).tanh()
+            return x
+
+    recorder = Recorder("aot_eager")
+    seen = compare(rank, Shuffled, compile=split(recorder), steps=6, bucket_cap_mb=LAYER / 2**20)
+    return seen.graphs, len(recorder.graphs), seen.buckets
+
+
+def test_a_graph_is_compiled_anew_when_the_plan_has_learnt_the_order(ranks):
+    for graphs, parts, buckets in ranks(_follows):
+        assert graphs == 2
+        # At first some bucket is complete only after one that comes later in the plan; then each has its own part.
+        assert buckets == 4
+        assert parts > buckets
+
+
+def _ways(rank, size):
+    """Also where the module is compiled by itself, where a function calls the wrapper, in ``no_sync``, without grad."""
+    torch._dynamo.reset()
+    cap = LAYER / 2**20
+    eager = DDP(stack(), bucket_cap_mb=cap)
+    recorder = Recorder("aot_eager")
+    inside = DDP(paceline.compile(stack(), inner=recorder, split=True), bucket_cap_mb=cap)
+    wrapper = DDP(stack(), bucket_cap_mb=cap)
+    step = paceline.compile(lambda x: wrapper(x).square().sum(), inner=recorder, split=True)
+    for n in range(3):
+        for ddp in (eager, inside, wrapper):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                plain_step(ddp, rank, 2 * n) if ddp is not wrapper else step(batch(rank, 2 * n)).backward()
+            plain_step(ddp, rank, 2 * n + 1) if ddp is not wrapper else step(batch(rank, 2 * n + 1)).backward()
+        same_grads(eager, inside)
+        same_grads(eager, wrapper)
+    in_sync(inside)
+    assert len(recorder.graphs) == 2 * 4
+    recorder.graphs.clear()
+    with torch.no_grad():
+        assert torch.allclose(inside(batch(rank)), eager(batch(rank)))
+    # There is no backward to cut for.
+    assert len(recorder.graphs) == 1
+    recorder.graphs.clear()
+    # A module that no wrapper has is compiled whole.
+    alone = stack()
+    plain_step(paceline.compile(alone, inner=recorder, split=True), rank, 0)
+    assert len(recorder.graphs) == 1
+    dist.barrier()
+
+
+def test_ways_to_compile(ranks):
+    ranks(_ways)
+
+
+def _two_wrappers(rank, size):
+    """Two wrappers in one graph: it is cut for both."""
+    torch._dynamo.reset()
+    models = [[DDP(stack(2), bucket_cap_mb=LAYER / 2**20) for _ in range(2)] for _ in range(2)]
+
+    def step(pair, x):
+        return pair[1](pair[0](x)).square().sum()
+
+    recorder = Recorder("aot_eager")
+    compiled = paceline.compile(step, inner=recorder, split=True, fullgraph=True)
+    for n in range(2):
+        for pair, run in zip(models, (step, compiled), strict=True):
+            for ddp in pair:
+                ddp.zero_grad()
+            run(pair, batch(rank, n)).backward()
+        for eager, ours in zip(*models, strict=True):
+            same_grads(eager, ours)
+    return len(recorder.graphs)
+
+
+def test_two_wrappers_in_one_graph(ranks):
+    assert ranks(_two_wrappers) == [4, 4]
+
+
+def _explained(rank, size):
+    torch._dynamo.reset()
+    counters.clear()
+    ddp = DDP(stack(), bucket_cap_mb=LAYER / 2**20)
+    explain = ExplainWithBackend("aot_eager")
+    plain_step(paceline.compile(ddp, inner=explain, split=True), rank, 0)
+    found = explain.output()
+    assert (found.graph_count, found.graph_break_count) == (4, 3)
+    (record,) = records_of(ddp._reducer)
+    assert [reason.reason for reason in found.break_reasons] == record.cuts
+    assert all(f"{n}.bias, {n}.weight" in cut for n, cut in zip((2, 4, 6), record.cuts, strict=True))
+
+
+def test_explain_shows_where_a_wrapper_was_cut(ranks):
+    ranks(_explained)
+
+
+def _failing(rank, size):
+    """A backend that fails on the third part, on one rank."""
+    torch._dynamo.reset()
+    ddp = DDP(stack(), bucket_cap_mb=LAYER / 2**20)
+    calls = []
+
+    def fails(gm, example_inputs):
+        calls.append(gm)
+        if rank == 1 and len(calls) == 3:
+            raise ValueError("no third part")
+        return gm.forward
+
+    compiled = paceline.compile(ddp, inner=fails, split=True)
+    kind = torch._dynamo.exc.BackendCompilerFailed if rank == 1 else paceline.errors.PeerFailedError
+    with pytest.raises(kind, match="no third part"):
+        plain_step(compiled, rank, 0)
+
+
+def test_a_backend_that_fails_on_a_part(ranks):
+    ranks(_failing)
+
+
+def test_one_rank_cannot_compile_parts_for_all():
+    with pytest.raises(paceline.errors.BadArgumentError, match="split=True and once=True"):
+        paceline.compile(nn.Linear(2, 2), split=True, once=True)
