@@ -129,8 +129,8 @@ def compile_module(
     """
     if split and once:
         raise BadArgumentError(
-            "split=True and once=True do not go together: torch keeps no artifacts of parts that one rank could give to "
-            "the others. Leave one of them out."
+            "split=True and once=True do not go together: torch keeps no artifacts of parts, which one rank could give "
+            "to the others. Leave one of them out."
         )
     chosen = _torch.find_backend(inner, mode=options.pop("mode", None), options=options.pop("options", None))
     compiled = torch.compile(model, backend=Backend(chosen, split=split), **options)
