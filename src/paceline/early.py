@@ -18,13 +18,34 @@ goes on with a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline import _torch
-from paceline.bucket import Slot, is_dense
+from paceline.bucket import Slot
 from paceline.step import Step
+
+Strides = Sequence[int]
+
+
+class Early(NamedTuple):
+    """What a compiled backward hands over."""
+
+    param: Tensor
+    grad: Tensor
+    strides: Strides
+    """Those of the parameter: what goes on is to be laid out like it."""
+
+    def copy(self) -> Tensor:
+        """What goes on where nothing is taken."""
+        return in_layout(self.grad, self.strides)
+
+
+def in_layout(grad: Tensor, strides: Strides) -> Tensor:
+    """A copy of ``grad`` with these strides."""
+    return grad.new_empty_strided(grad.shape, strides).copy_(grad)
 
 
 class StandIns:
@@ -33,23 +54,24 @@ class StandIns:
     def __init__(self) -> None:
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def like(self, grad: Tensor) -> Tensor:
-        """Zeros in the shape of ``grad``, a new tensor each time: autograd makes it ``param.grad`` without a copy."""
+    def like(self, early: Early) -> Tensor:
+        """Zeros for one gradient, a new tensor each time: autograd makes it ``param.grad`` without a copy."""
+        grad = early.grad
         key = grad.dtype, grad.device
         zeros = self._zeros.get(key)
         if zeros is None or zeros.numel() < grad.numel():
             zeros = self._zeros[key] = torch.zeros(grad.numel(), dtype=grad.dtype, device=grad.device)
-        return zeros.as_strided(grad.shape, grad.stride())
+        return zeros.as_strided(grad.shape, early.strides)
 
     def is_one(self, tensor: Tensor) -> bool:
         zeros = self._zeros.get((tensor.dtype, tensor.device))
         return zeros is not None and zeros.data_ptr() == tensor.data_ptr()
 
 
-def can_be_taken(slot: Slot, grad: Tensor) -> bool:
+def can_be_taken(slot: Slot) -> bool:
     """Whether nobody but the reducer is to see this gradient."""
     param = slot.param
-    if not slot.owned or slot.view is None or not is_dense(grad) or _torch.has_tensor_hooks(param):
+    if not slot.owned or slot.view is None or _torch.has_tensor_hooks(param):
         return False
     hooks = _torch.post_accumulate_hooks(param)
     if len(hooks) > 1 and any(hook.__module__ != "paceline.inbox" for hook in hooks):
@@ -58,7 +80,7 @@ def can_be_taken(slot: Slot, grad: Tensor) -> bool:
     return _torch.will_execute(slot.node())
 
 
-def take(come: Sequence[tuple[Slot, Tensor]], step: Step, used: list[float], stand_ins: StandIns) -> list[Tensor]:
+def take(come: Sequence[tuple[Slot, Early]], step: Step, used: list[float], stand_ins: StandIns) -> list[Tensor]:
     """Absorb what has come early; give, for each, what the graph goes on with.
 
     ``used`` is by place, as in :class:`~paceline.ledger.Ledger`.
@@ -66,12 +88,12 @@ def take(come: Sequence[tuple[Slot, Tensor]], step: Step, used: list[float], sta
     going_on: list[Tensor] = []
     views: list[Tensor] = []
     grads: list[Tensor] = []
-    for slot, grad in come:
-        if not can_be_taken(slot, grad):
-            going_on.append(grad.clone())
+    for slot, early in come:
+        if not can_be_taken(slot):
+            going_on.append(early.copy())
             continue
-        going_on.append(stand_ins.like(grad))
-        place, number = slot.place, slot.bucket
+        going_on.append(stand_ins.like(early))
+        grad, place, number = early.grad, slot.place, slot.bucket
         slot.awaits_stand_in = True
         used[place] = 1.0
         step.fires[place] += 1

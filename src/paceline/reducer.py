@@ -424,24 +424,21 @@ class Reducer:
             return "there is one bucket, which leaves when backward has ended"
         return None
 
-    def gradients_early(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """[Note: early gradients] in early.py: a compiled backward has made these (parameter, gradient).
-
-        Gives, for each, what it should hand to autograd.
-        """
+    def gradients_early(self, come: Sequence[early.Early]) -> list[Tensor]:
+        """[Note: early gradients] in early.py: what a compiled backward is to hand to autograd for each of these."""
         try:
-            come = [(self._slots_by_id[id(param)], grad) for param, grad in pairs]
+            pairs = [(self._slots_by_id[id(each.param)], each) for each in come]
             if self.phase is not Phase.BACKWARD:
-                if not any(_torch.will_execute(slot.node()) for slot, _ in come):
-                    return [grad.clone() for _, grad in pairs]
+                if not any(_torch.will_execute(slot.node()) for slot, _ in pairs):
+                    return [each.copy() for each in come]
                 self._start_backward()
             step = self._step
             if step.create_graph:
-                return [grad.clone() for _, grad in pairs]
+                return [each.copy() for each in come]
             # In the order in which they came, should autograd have brought others in between.
             self._take_in()
             with torch.no_grad():
-                going_on = early.take(come, step, self.ledger.used, self._stand_ins)
+                going_on = early.take(pairs, step, self.ledger.used, self._stand_ins)
             if step.syncing:
                 self._launch_complete()
             return going_on

@@ -48,6 +48,8 @@ class Seen:
     taps: int = 0
     more: int = 0
     """Gradients that autograd brought together with stand-ins of early ones, or instead of them."""
+    unknown: list[int] = field(default_factory=list)
+    """Per synchronised backward: how many stand-ins autograd brought as copies."""
     reasons: list[str] = field(default_factory=list)
 
 
@@ -59,9 +61,9 @@ class Watch:
         reducer = ddp._reducer
         self._reducer = reducer
         self._inside = False
-        self._count = self._sent = 0
+        self._count = self._sent = self._unknown = 0
         report, launch, finish = reducer.gradients_early, reducer._launch, reducer._finish
-        brings_more = reducer.brings_more
+        brings_more, is_one = reducer.brings_more, reducer._stand_ins.is_one
         start = reducer.courier.start
 
         def gradients_early(pairs):
@@ -76,6 +78,11 @@ class Watch:
             self.seen.more += more
             return more
 
+        def checked(grad):
+            known = is_one(grad)
+            self._unknown += not known
+            return known
+
         def _launch(bucket):
             self._count += self._inside
             launch(bucket)
@@ -88,8 +95,10 @@ class Watch:
             finish()
             self.seen.early.append(self._count)
             self.seen.rounds.append(self._sent)
-            self._count = self._sent = 0
+            self.seen.unknown.append(self._unknown)
+            self._count = self._sent = self._unknown = 0
 
+        reducer._stand_ins.is_one = checked
         reducer.gradients_early, reducer._launch, reducer._finish = gradients_early, _launch, _finish
         reducer.courier.start, reducer.brings_more = counted, counted_more
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from paceline import DDP, errors
 from tests.compiler._compare import batch, compare, plain_step, same_grads, stack
@@ -157,32 +155,46 @@ def test_a_backward_that_raises_before_the_graph_is_forgotten(ranks):
     ranks(_raises)
 
 
-class Salted(nn.Module):
-    """A module that no cache has seen yet."""
+def _backend_fails_everywhere(rank, size):
+    torch._dynamo.reset()
 
-    def __init__(self, salt: float) -> None:
-        super().__init__()
-        self.salt, self.inner = salt, stack(2)
+    def backend(gm, example_inputs):
+        raise RuntimeError("no such instruction")
 
-    def forward(self, x):
-        return self.inner(x * self.salt)
-
-
-def _caches(rank, size, salt):
-    """The second time, with another bucket size, everything comes from the caches."""
-    found = []
-    for cap_bytes in (600, 64):
-        torch._dynamo.reset()
-        counters.clear()
-        ddp = DDP(Salted(salt + rank), bucket_cap_mb=cap_bytes / 2**20)
-        plain_step(torch.compile(ddp, fullgraph=True), rank, 0)
-        cache = counters["aot_autograd"]
-        found.append([cache[f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")])
-        del ddp
-    return found
+    eager, ours = DDP(stack()), DDP(stack())
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such instruction"):
+        torch.compile(ours, backend=backend)(batch(rank))
+    # Nothing was under way. Without the compiler the wrapper is as good as ever.
+    for n in range(2):
+        for model in (eager, ours):
+            model.zero_grad()
+            plain_step(model, rank, n)
+        same_grads(eager, ours)
 
 
-def test_caches_hit_whatever_the_bucket_size(ranks):
-    # Other than this, a number that differs from run to run would have no place in a test.
-    for found in ranks(_caches, float(time.time_ns() % 10**9)):
-        assert found == [[0, 1, 0], [1, 0, 0]]
+def test_a_backend_that_fails_on_all_ranks_leaves_a_wrapper_that_works(ranks):
+    ranks(_backend_fails_everywhere)
+
+
+def _interrupted(rank, size):
+    """A backward without synchronisation that fails loses nothing of those before it."""
+    torch._dynamo.reset()
+    ddp = DDP(stack(), bucket_cap_mb=600 / 2**20)
+    compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+    with ddp.no_sync():
+        plain_step(compiled, rank, 0)
+        before = [param.grad.clone() for param in ddp.parameters()]
+
+        def fail(grad):
+            raise ValueError("a hook of the user's")
+
+        x = batch(rank).requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(ValueError, match="a hook of the user's"):
+            (compiled(x) * 0).sum().backward()
+    for param, grad in zip(ddp.parameters(), before, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+def test_an_interrupted_backward_in_no_sync_keeps_what_was_accumulated(ranks):
+    ranks(_interrupted)

@@ -20,7 +20,7 @@ from paceline.compiler import agreement, shapes
 from paceline.compiler.meeting import Meeting
 from paceline.compiler.once import COMPILED, LOADED, Artifacts
 from tests.compiler._compare import batch, same_grads
-from tests.compiler.test_failures import Salted
+from tests.compiler.test_caches import Salted
 
 TIMEOUT_S = 300
 

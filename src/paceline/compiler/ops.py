@@ -14,6 +14,7 @@ backend sees it (see ``run``); called as they are, they do the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline import _torch, outputs
+from paceline.bucket import dense_stride
 from paceline.compiler import run
 from paceline.compiler import tap as taps
 
@@ -40,6 +42,8 @@ class _Tap(torch.autograd.Function):
         # A parameter that has no gradient is unused, which zeros would hide.
         ctx.set_materialize_grads(False)
         ctx.key = key
+        # Autograd copies a gradient that is laid out in another way than its parameter.
+        ctx.strides = [dense_stride(param) for param in params]
         return tuple(param.view_as(param) for param in params)
 
     @staticmethod
@@ -48,7 +52,8 @@ class _Tap(torch.autograd.Function):
         # With create_graph=True gradients belong to a graph of their own, which has to come through autograd.
         if not members or torch.is_grad_enabled():
             return (None, *grads)
-        going_on = torch.ops.paceline.report([grads[n] for n in members], ctx.key, members)
+        strides = [stride for n in members for stride in ctx.strides[n]]
+        going_on = torch.ops.paceline.report([grads[n] for n in members], ctx.key, members, strides)
         result = list(grads)
         for n, grad in zip(members, going_on, strict=True):
             result[n] = grad
@@ -65,12 +70,19 @@ def _tap(params: Sequence[Tensor], key: str) -> list[Tensor]:
 
 
 @_torch.unseen_by_compiler
-def _report(grads: Sequence[Tensor], key: str, members: Sequence[int]) -> list[Tensor]:
-    return taps.report(key, members, grads)
+def _report(grads: Sequence[Tensor], key: str, members: Sequence[int], strides: Sequence[int]) -> list[Tensor]:
+    return taps.report(key, members, grads, _split(strides, grads))
 
 
-def _report_fake(grads: Sequence[Tensor], key: str, members: Sequence[int]) -> list[Tensor]:
-    return [torch.empty_like(grad) for grad in grads]
+def _report_fake(grads: Sequence[Tensor], key: str, members: Sequence[int], strides: Sequence[int]) -> list[Tensor]:
+    pairs = zip(grads, _split(strides, grads), strict=True)
+    return [grad.new_empty_strided(grad.shape, stride) for grad, stride in pairs]
+
+
+def _split(strides: Sequence[int], grads: Sequence[Tensor]) -> list[Sequence[int]]:
+    """Those of each gradient; an operator takes them all in one list."""
+    ends = list(itertools.accumulate(grad.dim() for grad in grads))
+    return [strides[end - grad.dim() : end] for grad, end in zip(grads, ends, strict=True)]
 
 
 def _nothing(*args: Any) -> None:
@@ -78,7 +90,9 @@ def _nothing(*args: Any) -> None:
 
 
 _define("tap(Tensor[] params, str key) -> Tensor[]", _tap, "CompositeImplicitAutograd")
-_define("report(Tensor[] grads, str key, int[] members) -> Tensor[]", _report, "CompositeExplicitAutograd")
+_define(
+    "report(Tensor[] grads, str key, int[] members, SymInt[] strides) -> Tensor[]", _report, "CompositeExplicitAutograd"
+)
 _library.impl("report", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("paceline::report", _report_fake, lib=_library)
 

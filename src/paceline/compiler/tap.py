@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from paceline import ownership
+from paceline.early import Early, Strides, in_layout
 from paceline.plan import MB
 from paceline.reducer import Reducer
 
@@ -27,7 +28,7 @@ MAX_TAP_BYTES = MB
 TAPS = 32
 # Stands in each graph: compiled code that torch's caches keep from a version of ours whose operators meant something
 # else must not be found again. To be raised with every change of what ``tap`` or ``report`` do.
-FORM = 2
+FORM = 3
 
 
 class Tap(NamedTuple):
@@ -106,14 +107,14 @@ def register_tap(reducer: Reducer, params: Sequence[Tensor]) -> str:
     raise AssertionError
 
 
-def report(key: str, members: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+def report(key: str, members: Sequence[int], grads: Sequence[Tensor], strides: Sequence[Strides]) -> list[Tensor]:
     """A compiled backward has made ``grads`` for these ``members`` of the tap; what it hands to autograd for them."""
     tap = _taps.get(key)
     reducer = tap.reducer() if tap is not None else None
-    if tap is None or reducer is None:
-        return [grad.clone() for grad in grads]
-    params = [tap.params[member]() for member in members]
-    if not all(param is not None and reducer.reduces(param) for param in params):
-        # Frozen since, or replaced: autograd knows what to do with them.
-        return [grad.clone() for grad in grads]
-    return reducer.gradients_early(list(zip(cast("list[Tensor]", params), grads, strict=True)))
+    if tap is not None and reducer is not None:
+        params = [tap.params[member]() for member in members]
+        # Else frozen since, or replaced: autograd knows what to do with them.
+        if all(param is not None and reducer.reduces(param) for param in params):
+            come = zip(cast("list[Tensor]", params), grads, strides, strict=True)
+            return reducer.gradients_early([Early(*each) for each in come])
+    return [in_layout(grad, stride) for grad, stride in zip(grads, strides, strict=True)]

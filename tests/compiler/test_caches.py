@@ -1,0 +1,95 @@
+"""torch's caches of compiled code hit: on the next run, on the other ranks, for any bucket size and world size."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+from paceline import DDP
+from paceline.hooks import allreduce
+from tests.compiler._compare import plain_step, stack
+
+
+class Salted(nn.Module):
+    """A module that no cache has seen yet."""
+
+    def __init__(self, salt: float) -> None:
+        super().__init__()
+        self.salt, self.inner = salt, stack(2)
+
+    def forward(self, x):
+        return self.inner(x) * self.salt
+
+
+def new_salt() -> float:
+    # Other than this, a number that differs from run to run would have no place in a test.
+    return float(time.time_ns() % 10**9)
+
+
+def compile_and_count(rank: int, salt: float, cap_bytes: int) -> dict[str, list[int]]:
+    """Hits, misses and bypasses of each cache in one compiled step of this rank's own."""
+    # Wrappers are numbered, and the number is part of the graph: those of other tests are to be gone.
+    torch._dynamo.reset()
+    gc.collect()
+    counters.clear()
+    ddp = DDP(Salted(salt), bucket_cap_mb=cap_bytes / 2**20, init_sync=False)
+    # Buckets even where one rank is alone.
+    ddp.register_comm_hook(None, allreduce)
+    with ddp.no_sync():
+        plain_step(torch.compile(ddp, fullgraph=True), rank, 0)
+    kinds = ("hit", "miss", "bypass")
+    return {
+        "aot": [counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in kinds],
+        "fx": [counters["inductor"][f"fxgraph_cache_{kind}"] for kind in kinds],
+    }
+
+
+def _in_turns(rank, size, salt):
+    """The ranks one after the other; then all once more with other buckets."""
+    for turn in range(size):
+        if turn == rank:
+            first = compile_and_count(rank, salt, 600)
+        dist.barrier()
+    return first, compile_and_count(rank, salt, 64)
+
+
+@pytest.mark.timeout(600)
+def test_caches_hit_on_the_next_run_whatever_rank_bucket_size_and_world_size(ranks):
+    salt = new_salt()
+    (first, again), (other_rank, _) = ranks(_in_turns, salt, timeout=400)
+    # A graph each for forward and backward.
+    assert first == {"aot": [0, 1, 0], "fx": [0, 2, 0]}
+    assert again["aot"] == other_rank["aot"] == [1, 0, 0]
+    assert again["fx"][1:] == other_rank["fx"][1:] == [0, 0]
+    # A new process, alone.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compiler.test_caches", str(salt)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == again
+
+
+def main() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    print(json.dumps(compile_and_count(0, float(sys.argv[1]), 600)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
