@@ -40,6 +40,15 @@ def poll(x):
     return x + 1, x.clone()
 
 
+@row("while not work.is_completed()", lambda at: sum(at.all_x()), fake=False)  # never completed, on a fake group
+def poll_until(x):
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        pass
+    work.wait()
+    return x + 1, x.clone()
+
+
 @row("the value of work.wait()", lambda at: True, inductor=False)
 def value_of_wait(x):
     work = dist.all_reduce(x, async_op=True)

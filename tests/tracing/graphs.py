@@ -7,6 +7,7 @@ error instead of graphs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.tracing.expressions import EXPRESSIONS
 from tests.tracing.row import Expression, Place, difference
@@ -69,6 +71,42 @@ def on_fake_group() -> Iterator[tuple[str, dict[str, Any]]]:
         if expression.fake:
             yield expression.id, graphs_of(expression, place)
     dist.destroy_process_group()
+
+
+NOTHING = "a program that uses nothing of it"
+
+
+def nothing_distributed() -> dict[str, Any]:
+    """Every graph of a program of modules, shapes, modes, breaks and forward hooks, each time it compiled one."""
+    graphs: list[str] = []
+
+    def record(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+        graphs.append(drawing(module.graph))
+        return module.forward
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.5)), nn.ReLU())
+    compiled = torch.compile(model, backend=record)
+    for length in (2, 3, 5):
+        compiled(torch.ones(length, 4)).sum().backward()
+    model.eval()
+    compiled(torch.ones(2, 4))
+    with torch.no_grad():
+        compiled(torch.ones(2, 4))
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    compiled(torch.ones(2, 4))
+    model[2] = nn.Tanh()
+    compiled(torch.ones(2, 4))
+
+    @torch.compile(backend=record)
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    for x in (torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.int64)):
+        broken(x)
+    return {"graphs": graphs}
 
 
 class Outcomes:
@@ -128,7 +166,7 @@ def main(arguments: list[str]) -> None:
     # What torch prints is not part of the answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for answer in on_fake_group():
+    for answer in itertools.chain([(NOTHING, nothing_distributed())], on_fake_group()):
         json.dump(answer, answers)
         answers.write("\n")
 

@@ -15,6 +15,8 @@ from tests.tracing.expressions import BY_ID
 from tests.tracing.row import Expression, Place, difference
 
 EAGER = "not compiled"
+# Inductor that leaves arithmetic to torch: no C compiler, a tenth of the time.
+LITE = "inductor lite"
 # How long ranks wait for each other before a row counts as failed.
 PATIENCE_S = 20
 # How long a run may take: less than pytest allows for a test, and ten times what the longest takes on an idle machine.
@@ -95,6 +97,8 @@ def not_the_answer(expression: Expression, place: Place, seen: dict[str, Any]) -
 
 
 def compiled(function: Any, backend: str) -> Any:
-    """``function`` as one graph. Inductor leaves arithmetic to torch: no C compiler, a tenth of the time."""
-    options = {"fallback_by_default": True} if backend == "inductor" else None
+    """``function`` as one graph."""
+    options = None
+    if backend == LITE:
+        backend, options = "inductor", {"fallback_by_default": True}
     return torch.compile(function, fullgraph=True, backend=backend, options=options)

@@ -8,11 +8,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 
+from paceline.tracing.edition import operators
+from paceline.tracing.ops import STARTERS
 from tests.tracing.launches import launches
 from tests.tracing.row import difference
-from tests.tracing.runner import ALLOWED_WARNINGS, compiled
+from tests.tracing.runner import ALLOWED_WARNINGS, LITE, PATIENCE_S, compiled
 
 BACKENDS = ("eager", "aot_eager", "inductor")
+# Where Inductor's kernels make no difference.
+QUICK = ("eager", "aot_eager", LITE)
 
 
 def _compiled(function, backend):
@@ -57,7 +61,7 @@ def _handle_returned(rank, size, backend):
     assert torch.equal(y, want * 2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 def test_a_handle_returned_from_the_graph(ranks, backend):
     ranks(_handle_returned, backend, allow_warnings=ALLOWED_WARNINGS)
 
@@ -157,16 +161,23 @@ def _unused(x):
     dist.all_reduce(x * 3, async_op=True)
     if dist.get_rank() == 0:
         dist.send(x, 1)
+        dist.send(x, 1)
     else:
         dist.recv(torch.empty_like(x), 0)
+        dist.recv(torch.empty_like(x))
     dist.barrier()
     return x + 1
 
 
 def _effects(rank, size, backend):
     compiled = _compiled(_unused, backend)
+    if backend == "inductor":
+        from torch._inductor import lowering
+
+        # What has no lowering is no part of the chain, whatever order it happens to run in.
+        assert [name for name in STARTERS if getattr(operators, name).default not in lowering.lowerings] == []
     assert torch.equal(compiled(_x(rank)), _x(rank) + 1)
-    want = ["barrier", "allreduce", "allreduce", "send" if rank == 0 else "recv", "barrier"]
+    want = ["barrier", "allreduce", "allreduce", *(["recv", "recv"] if rank else ["send", "send"]), "barrier"]
     assert launches(lambda: _unused(_x(rank))) == want
     assert launches(lambda: compiled(_x(rank))) == want
 
@@ -189,9 +200,29 @@ def _sent(rank, size, backend):
     assert torch.equal(out, _x(0))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 def test_a_graph_that_only_sends(ranks, backend):
     ranks(_sent, backend, allow_warnings=ALLOWED_WARNINGS)
+
+
+def _asks_before_it_sends(x, peer):
+    """Both ranks do: one that waited when it is asked would wait for what the other one never comes to send."""
+    received = torch.empty_like(x)
+    work = dist.irecv(received, peer)
+    is_there = work.is_completed()
+    dist.send(x, peer)
+    if not is_there:
+        work.wait()
+    return received
+
+
+def _asked(rank, size, backend):
+    assert torch.equal(_compiled(_asks_before_it_sends, backend)(_x(rank), 1 - rank), _x(1 - rank))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", LITE])
+def test_asking_does_not_wait(ranks, backend):
+    ranks(_asked, backend, group_timeout_s=PATIENCE_S, allow_warnings=ALLOWED_WARNINGS)
 
 
 def _ring(x, size):
@@ -216,7 +247,7 @@ def _rings(rank, size, backend):
         assert torch.equal(compiled(_x(rank), size), sum(_x(r) for r in range(size)))
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("aot_eager", 2), ("inductor", 2), ("aot_eager", 4)])
+@pytest.mark.parametrize(("backend", "world_size"), [("aot_eager", 2), (LITE, 2), ("aot_eager", 4)])
 def test_a_ring_of_batches(ranks, backend, world_size):
     ranks(_rings, backend, world_size=world_size, allow_warnings=ALLOWED_WARNINGS)
 
@@ -271,7 +302,7 @@ def _views(rank, size, backend):
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", QUICK)
 def test_views_see_what_arrived(ranks, backend):
     ranks(_views, backend, allow_warnings=ALLOWED_WARNINGS)
 
@@ -370,3 +401,41 @@ def _steps(rank, size, backend):
 def test_a_training_step_with_its_communication_is_one_graph(ranks, backend):
     one, two = ranks(_steps, backend, allow_warnings=ALLOWED_WARNINGS)
     assert one == two
+
+
+# --- what stays in backward -------------------------------------------------------------------------------
+
+
+class Broadcasting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.broadcast(grad, 0)
+        return grad
+
+
+def _multiplied_by_zero(x, w):
+    """People touch parameters this way; the compiler sees that the gradient of ``y`` is a constant."""
+    y = dist.nn.functional.all_reduce(x * w)
+    return (w * x).sum() + 0 * y.sum() + 0 * Broadcasting.apply(w).sum()
+
+
+def _backward_stays(_rank, _size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    for backend in (None, "aot_eager", "inductor"):
+        function = _compiled(_multiplied_by_zero, backend) if backend else _multiplied_by_zero
+        x, w = torch.ones(4), torch.ones(4, requires_grad=True)
+        function(x, w).backward()
+        results = []
+        assert launches(lambda: results.append(function(x, w))) == ["allreduce"]  # noqa: B023 (called at once)
+        assert sorted(launches(lambda: results[0].backward())) == ["allreduce", "broadcast"]  # noqa: B023
+
+
+def test_what_is_done_in_backward_is_done_there_and_once(ranks):
+    ranks(_backward_stays, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tracing.expressions import EXPRESSIONS
+from tests.tracing.graphs import NOTHING
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +67,11 @@ def test_what_torch_traces_keeps_its_graphs(fake_outcomes, plain_outcomes, point
     assert [row for row in traced if fake_outcomes[row].get("graphs") != plain_outcomes[row]["graphs"]] == []
 
 
+def test_a_program_that_uses_nothing_of_it_compiles_as_often_to_the_same(fake_outcomes, plain_outcomes):
+    assert len(plain_outcomes[NOTHING]["graphs"]) > 8
+    assert fake_outcomes[NOTHING] == plain_outcomes[NOTHING]
+
+
 CACHED = """
 import json, torch, warnings
 warnings.simplefilter("ignore")
@@ -84,9 +91,12 @@ def step(x, group):
     first.wait()
     return y
 
-torch.compile(step, fullgraph=True, backend="inductor")(torch.ones(4), dist.group.WORLD)
+# Without a C compiler, which is not what is cached here.
+options = {"fallback_by_default": True}
+torch.compile(step, fullgraph=True, backend="inductor", options=options)(torch.ones(4), dist.group.WORLD)
 dist.destroy_process_group()
 print(json.dumps({
+    "path": paceline.__file__,
     "hit": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
     "miss": counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],
     "bypass": counters["inductor"]["fxgraph_cache_bypass"] + counters["aot_autograd"]["autograd_cache_bypass"],
@@ -94,12 +104,30 @@ print(json.dumps({
 """
 
 
-def test_a_second_run_hits_the_compile_cache(tmp_path):
-    first, second = (_answer(_start("-c", CACHED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))) for _ in range(2))
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Where a first run has left what it compiled."""
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    first = _answer(_start("-c", CACHED, **environ))
     assert first["hit"] == 0
     assert first["miss"] > 0
+    return environ
+
+
+def test_a_second_run_hits_the_compile_cache(cache):
+    second = _answer(_start("-c", CACHED, **cache))
     assert second["hit"] > 0
     assert second["miss"] == second["bypass"] == 0
+
+
+def test_a_paceline_that_compiles_its_operators_to_something_else_does_not_hit(cache, tmp_path):
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    with open(tmp_path / "src" / "paceline" / "_torch" / "compilation.py", "a", encoding="utf-8") as lowerings:
+        lowerings.write("# Another edition.\n")
+    other = _answer(_start("-c", CACHED, PYTHONPATH=str(tmp_path / "src"), **cache))
+    assert other["path"].startswith(str(tmp_path))
+    assert other["hit"] == 0
+    assert other["miss"] > 0
 
 
 ANOTHER_GROUP = """

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.tracing.row import Place
-from tests.tracing.runner import ALLOWED_WARNINGS
+from tests.tracing.runner import ALLOWED_WARNINGS, LIMIT_S, PATIENCE_S
 
 
 def _counted(function):
@@ -53,8 +55,7 @@ class Holder(nn.Module):
         return x * self.thing.size()
 
 
-def _groups(rank, size, case):
-    at = Place(rank, size)
+def _groups(rank, size, at, case):
     if case == "collective over two groups":
         _check(_sum_over, [(at.group,), (at.solo,)], compilations=2)
     elif case == "async collective over two groups":
@@ -109,26 +110,46 @@ def _reduced(x, op):
     return x + 1
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "collective over two groups",
-        "async collective over two groups",
-        "size of two groups",
-        "rank in two groups",
-        "the same group again",
-        "identity",
-        "member or not",
-        "group or None",
-        "modules that hold groups",
-        "a module's group is replaced",
-        "op",
-        "shapes",
-        "a group is made",
-    ],
+GROUPS = (
+    "collective over two groups",
+    "async collective over two groups",
+    "size of two groups",
+    "rank in two groups",
+    "the same group again",
+    "identity",
+    "member or not",
+    "group or None",
+    "modules that hold groups",
+    "a module's group is replaced",
+    "op",
+    "shapes",
+    "a group is made",
 )
-def test_groups(ranks, case):
-    ranks(_groups, case, allow_warnings=ALLOWED_WARNINGS)
+
+
+def _all_groups(rank, size):
+    at = Place(rank, size)
+    return {case: _failure(_groups, rank, size, at, case) for case in GROUPS}
+
+
+def _failure(function, *args):
+    """What a case ended with, or None. Cases share ranks, groups and a run: those cost more than the cases."""
+    try:
+        function(*args)
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def of_groups(rank_pool):
+    return rank_pool.run(_all_groups, allow_warnings=ALLOWED_WARNINGS, group_timeout_s=PATIENCE_S, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_groups(of_groups, case):
+    assert [answers[case] for answers in of_groups] == [None] * len(of_groups)
 
 
 def _fake(world_size, rank):
@@ -137,9 +158,11 @@ def _fake(world_size, rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def _objects(_rank, _size, case):
-    _fake(8, 5)
-    at = Place(5, 8)
+def _local_of_current(x):
+    return x * DTensor.from_local(x, placements=[Shard(0)]).shape[0]
+
+
+def _objects(_rank, _size, at, case):
     if case == "equal meshes":
         _check(lambda x, mesh: x + mesh.get_local_rank("tp"), [(at.grid,), (at.grid_again,)], compilations=1)
     elif case == "meshes of other shapes":
@@ -156,6 +179,12 @@ def _objects(_rank, _size, case):
     elif case == "other placements":
         rounds = [(Shard(0),), (Shard(1),), (Replicate(),), (Partial("max"),)]
         _check(lambda x, p: x + p.is_shard(0) + 2 * p.is_partial("max"), rounds, compilations=4)
+    elif case == "the mesh of a with around the call":
+        compiled, counter = _counted(_local_of_current)
+        for mesh in (at.mesh, at.grid["dp"], at.mesh):
+            with mesh:
+                assert torch.equal(compiled(torch.ones(2)), _local_of_current(torch.ones(2)))
+        assert counter.frame_count == 2
     elif case == "modules that hold meshes":
         rounds = [(Holder(at.grid["dp"]),), (Holder(at.grid["tp"]),)]
         _check(lambda x, module: module(x), rounds, compilations=2)
@@ -163,21 +192,34 @@ def _objects(_rank, _size, case):
         raise AssertionError(case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "equal meshes",
-        "meshes of other shapes",
-        "slices",
-        "a slice made anew",
-        "name of a dimension",
-        "equal placements",
-        "other placements",
-        "modules that hold meshes",
-    ],
+OBJECTS = (
+    "equal meshes",
+    "meshes of other shapes",
+    "slices",
+    "a slice made anew",
+    "name of a dimension",
+    "equal placements",
+    "other placements",
+    "the mesh of a with around the call",
+    "modules that hold meshes",
 )
-def test_meshes_and_placements(ranks, case):
-    ranks(_objects, case, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+
+
+def _all_objects(rank, size):
+    _fake(8, 5)
+    at = Place(5, 8)
+    return {case: _failure(_objects, rank, size, at, case) for case in OBJECTS}
+
+
+@pytest.fixture(scope="module")
+def of_objects(rank_pool):
+    limits = {"allow_warnings": ALLOWED_WARNINGS, "timeout": LIMIT_S}
+    return rank_pool.run(_all_objects, world_size=1, backend=None, **limits)
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_meshes_and_placements(of_objects, case):
+    assert of_objects[0][case] is None
 
 
 def _who(x):

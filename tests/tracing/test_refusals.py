@@ -98,6 +98,11 @@ def _source_rank(x):
     return x + work._source_rank()
 
 
+def _with_mesh(x):
+    with _refuse.mesh:
+        return x + 1
+
+
 # (function, words one of which the hint has: what to write instead).
 REFUSED = {
     "dist.new_group": (_new_group, ("before", "outside", "argument")),
@@ -107,6 +112,7 @@ REFUSED = {
     "dist._make_nccl_premul_sum": (_factor, ("multiply", "scale")),
     "init_device_mesh": (_init_device_mesh, ("before", "outside", "argument")),
     "DeviceMesh": (_device_mesh, ("before", "outside", "argument")),
+    "with mesh": (_with_mesh, ("pass",)),
     "dist.init_process_group": (_init_process_group, ("before", "outside")),
     "dist.destroy_process_group": (_destroy_process_group, ("after", "outside", "before")),
     "dist.all_gather_object": (_all_gather_object, ("tensor", "outside")),
@@ -122,6 +128,7 @@ REFUSED = {
 
 def _refuse(rank, size):
     """The kind and text of every refusal; no group may have been made or lost."""
+    _refuse.mesh = init_device_mesh("cpu", (size,))
     answers, groups = {}, dist.get_pg_count()
     for name, (function, _) in REFUSED.items():
         torch._dynamo.reset()
@@ -362,23 +369,60 @@ def _reduced(x, group):
     return x + 1
 
 
-def _outside(rank, size):
-    """A collective over a group this rank is not in: eager warns, does nothing, and so does compiled code."""
-    first = dist.new_group([0])
-    compiled = torch.compile(_reduced, fullgraph=True, backend="eager")
-    told = []
-    for function in (_reduced, compiled):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert function(torch.ones(2), first).tolist() == [2, 2]
-        told.append(any("does not belong to" in str(warning.message) for warning in caught))
-    return told
+def _two(x):
+    return [torch.empty_like(x) for _ in range(2)]
+
+
+CALLED_FROM_OUTSIDE = {
+    "all_reduce": lambda x, group: dist.all_reduce(x, group=group),
+    "all_reduce, async": lambda x, group: dist.all_reduce(x, group=group, async_op=True),
+    "all_gather": lambda x, group: dist.all_gather(_two(x), x, group=group),
+    "all_gather_single": lambda x, group: dist.all_gather_single(x.new_empty(8), x, group=group),
+    "reduce_scatter": lambda x, group: dist.reduce_scatter(x, _two(x), group=group),
+    "reduce_scatter_single": lambda x, group: dist.reduce_scatter_single(x.new_empty(2), x, group=group),
+    "all_to_all": lambda x, group: dist.all_to_all(_two(x), _two(x), group=group),
+    "all_to_all_single": lambda x, group: dist.all_to_all_single(x.clone(), x, group=group),
+    "broadcast": lambda x, group: dist.broadcast(x, 0, group=group),
+    "reduce": lambda x, group: dist.reduce(x, 0, group=group),
+    "gather": lambda x, group: dist.gather(x, None, 0, group=group),
+    "scatter": lambda x, group: dist.scatter(x, None, 0, group=group),
+    "barrier": lambda x, group: dist.barrier(group),
+    "send": lambda x, group: dist.send(x, 0, group=group),
+    "recv": lambda x, group: dist.recv(x, 0, group=group),
+    "isend": lambda x, group: dist.isend(x, 0, group=group),
+    "irecv": lambda x, group: dist.irecv(x, 0, group=group),
+    "batch_isend_irecv": lambda x, group: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0, group)]),
+    "nn.functional.all_reduce": lambda x, group: dist.nn.functional.all_reduce(x, group=group),
+    "get_backend": lambda x, group: dist.get_backend(group),
+    "get_process_group_ranks": lambda x, group: dist.get_process_group_ranks(group),
+}
+
+
+def _outside(_rank, _size):
+    """For each call by a rank that is not in the group: (what came of it, was it warned), eager's and compiled."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    first, answers = dist.new_group([0]), {}
+    for name, call in CALLED_FROM_OUTSIDE.items():
+        torch._dynamo.reset()
+        both = []
+        for function in (call, torch.compile(call, fullgraph=True, backend="eager")):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                results = []
+                kind, message = _error(lambda x, group: results.append(function(x, group)), torch.ones(4), first)  # noqa: B023 (called at once)
+            told = any("does not belong to" in str(warning.message) for warning in caught)
+            both.append((kind, message, repr(results), told))
+        answers[name] = both
+    return answers
 
 
 def test_a_group_this_rank_is_not_in(ranks):
-    inside, outside = ranks(_outside, allow_warnings=ALLOWED)
-    assert inside == [False, False]
-    assert outside[0] is True
+    (answers,) = ranks(_outside, world_size=1, backend=None, allow_warnings=ALLOWED)
+    for name, (eager, compiled) in answers.items():
+        assert eager == compiled, name
+        assert eager[3] or eager[0] == "ValueError" or name.startswith("get"), f"{name} works"
 
 
 def _destroyed(rank, size, backend):
@@ -398,6 +442,38 @@ def test_a_destroyed_group_in_a_cached_graph(ranks, backend):
         assert (kind, compiled_kind) == ("ValueError", "ValueError"), (message, compiled_message)
         assert "is not initialized in the world group map" in compiled_message
         assert repr(name) in compiled_message
+
+
+ASKED = (
+    lambda x, group: x + dist.get_rank(group),
+    lambda x, group: x + len(dist.get_backend(group)),
+    lambda x, group: x + len(dist.get_process_group_ranks(group)),
+    lambda x, group: x + dist.get_global_rank(group, 0),
+    lambda x, group: x + dist.get_group_rank(group, 0),
+    lambda x, group: x + len(dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1, group)])),
+)
+
+
+def _destroyed_before_it_is_asked(_rank, _size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    answers = []
+    for function in ASKED:
+        torch._dynamo.reset()
+        group = dist.new_group([0, 1])
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(torch.ones(2), group), function(torch.ones(2), group))
+        dist.destroy_process_group(group)
+        answers.append((_error(function, torch.ones(2), group)[0], *_error(compiled, torch.ones(2), group)))
+    return answers
+
+
+def test_what_is_asked_of_a_destroyed_group_in_a_cached_graph(ranks):
+    (answers,) = ranks(_destroyed_before_it_is_asked, world_size=1, backend=None, allow_warnings=ALLOWED)
+    for eager, kind, message in answers:
+        assert (eager in ("ValueError", "KeyError"), kind) == (True, "ValueError"), message
+        assert "destroyed" in message
 
 
 def _world_is_gone(rank, size):

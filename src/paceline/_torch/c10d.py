@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store, device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 
@@ -162,3 +162,8 @@ def names_of_groups() -> dict[ProcessGroup, Any]:
 
 make_premul_sum = dist._make_nccl_premul_sum
 """The reduction that multiplies first; public only by this name."""
+
+
+def mesh_environment() -> Any:
+    """Where ``with mesh:`` leaves the mesh, for each thread; traced."""
+    return device_mesh._mesh_resources

@@ -61,15 +61,14 @@ INDUCTOR_GRAPH = "torch._inductor.graph"
 """Where it decides whether to look."""
 
 
-def lower_as_collectives(names: Sequence[str], *, dropped: Sequence[str]) -> None:
+def lower_as_collectives(packets: Sequence[Any], *, dropped: Sequence[Any]) -> None:
     """Tell Inductor that operators of ours are collectives, so that it keeps their order; others have no code.
 
     Inductor treats an unknown operator as a pure function. It has no public way to say otherwise.
     """
     from torch._inductor import ir, lowering
 
-    def lower(name: str) -> None:
-        packet = getattr(torch.ops.paceline, name)
+    def lower(packet: Any) -> None:
         lowering.add_layout_constraint(packet, lowering.constrain_to_fx_strides)
 
         @lowering.register_lowering(packet, type_promotion_kind=None)
@@ -77,10 +76,43 @@ def lower_as_collectives(names: Sequence[str], *, dropped: Sequence[str]) -> Non
             outputs: Any = ir._CollectiveKernel.create_out_of_place(packet.default, *args)
             return [ir.TensorBox.create(output) for output in outputs]
 
-    for name in names:
-        lower(name)
-    for name in dropped:
-        lowering.register_lowering(getattr(torch.ops.paceline, name), type_promotion_kind=None)(lambda *args: None)
+    for packet in packets:
+        lower(packet)
+    for packet in dropped:
+        lowering.register_lowering(packet, type_promotion_kind=None)(lambda *args: None)
+
+
+def lower_slices() -> None:
+    """Let Inductor return a slice of a mesh: torch's graph names the operator without its overload, and that fails."""
+    from torch._inductor import lowering
+    from torch.distributed._ops import device_mesh  # noqa: F401 (defines it)
+
+    packet = torch.ops.device_mesh._get_submesh
+    if packet not in lowering.lowerings:
+        lowering.lowerings[packet] = lowering.fallback_handler(packet.default, add_to_fallback_set=False)
+
+
+def keep_in_backward(operator: str, library: Any) -> None:
+    """Let what was traced of an operator in a backward be part of the backward, and of nothing else.
+
+    AOTAutograd puts into the forward what does not depend on incoming gradients. A gradient may turn out to be a
+    constant (``0 * loss``), and what is done for its effect would then be done in forward, and in backward again.
+    torch has a mark for nodes that stay, and no public way to set it.
+    """
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    mark = "partitioner_tag"
+
+    def trace(mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = mode.__torch_dispatch__(function, types, args, kwargs)
+        nodes = mode.tracer.graph.nodes
+        # At the end of forward all nodes there are have been marked, the first input among them.
+        if mark in next(iter(nodes)).meta:
+            traced = next(node for node in reversed(nodes) if node.target is function)
+            traced.meta[mark] = "must_be_in_backward"
+        return result
+
+    torch.library.register_torch_dispatch(operator, ProxyTorchDispatchMode, trace, lib=library)
 
 
 # What stands in a captured graph where gradients are switched off and on.
@@ -224,14 +256,14 @@ def unseen_by_compiler(function: AnyFunction) -> AnyFunction:
     return function
 
 
-def keep_lowerings() -> None:
+def keep_lowerings(namespace: str) -> None:
     """Let Inductor's lite mode (``fallback_by_default``) treat our operators as collectives, too: it would not look."""
     from torch._inductor import graph, lowering
 
     torchs = graph.should_fallback_by_default
 
     def should_fall_back(node: Any) -> bool:
-        is_ours = getattr(node.target, "namespace", "") == "paceline" and node.target in lowering.lowerings
+        is_ours = getattr(node.target, "namespace", "") == namespace and node.target in lowering.lowerings
         return not is_ours and torchs(node)
 
     cast(Any, graph).should_fallback_by_default = should_fall_back

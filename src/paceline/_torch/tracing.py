@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 
@@ -39,6 +40,25 @@ def refuse_in_graph(function: Any, *, name: str, explanation: str, hints: list[s
         )
 
     VariableBuilder._id_dispatch()[id(function)] = lambda builder, value: LambdaVariable(refuse, source=builder.source)
+
+
+def refuse_to_enter(kind: type, *, name: str, explanation: str, hints: list[str]) -> None:
+    """Break the graph at a ``with`` of an object of ``kind``; torch does, too, and asks people for a report."""
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    torchs: Any = InstructionTranslatorBase.unsupported_ctx_graph_break
+
+    def refuse(self: Any, manager: Any) -> Any:
+        manager = manager.realize()
+        if isinstance(manager, TorchScriptObjectVariable):
+            value = TorchScriptObjectVariable.as_python_constant(manager)
+            if isinstance(value, kind):
+                unimplemented(gb_type=f"{name} in a graph", context=str(value), explanation=explanation, hints=hints)
+        return torchs(self, manager)
+
+    cast(Any, InstructionTranslatorBase).unsupported_ctx_graph_break = refuse
 
 
 def trace_instead(original: Any, traced: Callable[..., Any]) -> None:
@@ -328,6 +348,7 @@ def guard_hooks_of_modules() -> None:
 
     torch leaves that out for speed (``config.skip_nnmodule_hook_guards``, which also covers forward hooks and is not
     ours to change): a graph that was made without hooks would serve a module that has got one, and drop its gradients.
+    A graph for ``torch.no_grad()`` has no backward, and is not slowed down by this.
     """
     from torch._dynamo.guards import GuardBuilder
 
@@ -335,7 +356,7 @@ def guard_hooks_of_modules() -> None:
 
     @functools.wraps(torchs)
     def guard_empty(self: Any, guard: Any) -> None:
-        if "_backward_" in guard.name:
+        if "_backward_" in guard.name and torch.is_grad_enabled():
             self.SEQUENCE_LENGTH(guard)
         else:
             torchs(self, guard)

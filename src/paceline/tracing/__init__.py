@@ -6,7 +6,8 @@ to call. What traces, in plain torch and with Paceline, is listed in ``docs/trac
 
 - ``registry``: the rows, one a function or type; ``installation``: puts them in place
 - ``arrival``: ... when the compiler is imported, not before
-- ``ops``: the operators that stand in a graph for collectives; ``work``: the handle of an asynchronous one
+- ``ops``: the operators that stand in a graph for collectives; ``work``: the handle of an asynchronous one;
+  ``edition``: their names
 - ``collectives``, ``point_to_point``, ``differentiable``, ``groups``, ``meshes``, ``placements``, ``hooks``: what is
   traced in place of torch's functions
 - ``refusals``: what is not traced, why, and what to write instead

@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
-from paceline.tracing.ops import NOBODY
+from paceline.tracing.edition import operators
+from paceline.tracing.ops import NOBODY, OUTSIDE
 from paceline.tracing.registry import AnswerRow, FunctionRow, SpecialRow, functions
 from paceline.tracing.work import AnyWork, TracedWork
 
-paceline = torch.ops.paceline
 functional = _torch.functional_collectives
 
 Group = Any
@@ -75,7 +75,7 @@ def named(group: Group) -> str:
         group = dist.group.WORLD
         if group is None:
             return ""  # the operator says what is wrong, when it runs
-    return group.group_name
+    return OUTSIDE if is_outside(group) else group.group_name
 
 
 def reduction(op: Any) -> str:
@@ -103,7 +103,7 @@ def begin(
     ranks: list[int] | None = None,
 ) -> Any:
     """Put one of our operators in the graph."""
-    operator = getattr(paceline, name)
+    operator = getattr(operators, name)
     results = operator(hidden(written), hidden(read), named(group), how, ranks or [], not async_op)
     if async_op:
         return TracedWork(written, results)
@@ -114,7 +114,7 @@ def begin(
 
 def launched(targets: list[Tensor], pending: Tensor) -> TracedWork:
     """A handle for one of torch's own functional collectives."""
-    paceline.in_flight([pending])
+    operators.in_flight([pending])
     return TracedWork(targets, [pending], is_torchs=True)
 
 
@@ -134,7 +134,7 @@ def refuse_reduction(op: Any) -> str:
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("all_reduce")
+        return operators.not_a_member("all_reduce")
     how = reduction(op)
     if not can_be_torchs(group):
         return begin("all_reduce", [tensor], [], group, async_op, how)
@@ -145,7 +145,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, asyn
 
 def all_reduce_coalesced(tensors: Any, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     if is_outside(group):
-        return paceline.not_a_member("all_reduce_coalesced")
+        return operators.not_a_member("all_reduce_coalesced")
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     return begin("all_reduce_coalesced", tensors, [], group, async_op, reduction(op))
 
@@ -154,7 +154,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, a
     check_tensors(tensor_list, "tensor_list")
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("all_gather")
+        return operators.not_a_member("all_gather")
     if (
         not can_be_torchs(group)
         or len(tensor_list) != dist.get_world_size(group)
@@ -173,7 +173,7 @@ def all_gather_into_tensor(
     check_tensor(input_tensor, "input_tensor")
     check_tensor(output_tensor, "output_tensor")
     if is_outside(group):
-        return paceline.not_a_member("all_gather_into_tensor")
+        return operators.not_a_member("all_gather_into_tensor")
     size = 1 if not can_be_torchs(group) else dist.get_world_size(group)
     if (
         not can_be_torchs(group)
@@ -195,7 +195,7 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> Any:
     if is_outside(group):
-        return paceline.not_a_member("all_gather_coalesced")
+        return operators.not_a_member("all_gather_coalesced")
     written = [tensor for tensors in output_tensor_lists for tensor in tensors]
     return begin("all_gather_coalesced", written, list(input_tensor_list), group, async_op)
 
@@ -206,7 +206,7 @@ def reduce_scatter(
     check_tensor(output, "output")
     check_tensors(input_list, "input_list")
     if is_outside(group):
-        return paceline.not_a_member("reduce_scatter")
+        return operators.not_a_member("reduce_scatter")
     return begin("reduce_scatter", [output], list(input_list), group, async_op, reduction(op))
 
 
@@ -216,7 +216,7 @@ def reduce_scatter_tensor(
     check_tensor(output, "output")
     check_tensor(input, "input")
     if is_outside(group):
-        return paceline.not_a_member("reduce_scatter_tensor")
+        return operators.not_a_member("reduce_scatter_tensor")
     how = reduction(op)
     size = 1 if not can_be_torchs(group) else dist.get_world_size(group)
     if (
@@ -238,7 +238,7 @@ def all_to_all(
     check_tensors(output_tensor_list, "output_tensor_list")
     check_tensors(input_tensor_list, "input_tensor_list")
     if is_outside(group):
-        return paceline.not_a_member("all_to_all")
+        return operators.not_a_member("all_to_all")
     return begin("all_to_all", list(output_tensor_list), list(input_tensor_list), group, async_op)
 
 
@@ -253,7 +253,7 @@ def all_to_all_single(
     check_tensor(output, "output")
     check_tensor(input, "input")
     if is_outside(group):
-        return paceline.not_a_member("all_to_all_single")
+        return operators.not_a_member("all_to_all_single")
     fits = (output_split_sizes is None or sum(output_split_sizes) == output.shape[0]) and (
         input_split_sizes is None or sum(input_split_sizes) == input.shape[0]
     )
@@ -271,7 +271,7 @@ def broadcast(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("broadcast")
+        return operators.not_a_member("broadcast")
     return begin("broadcast", [tensor], [], group, async_op, ranks=[given(src), given(group_src)])
 
 
@@ -285,7 +285,7 @@ def reduce(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("reduce")
+        return operators.not_a_member("reduce")
     how = reduction(op)
     return begin("reduce", [tensor], [], group, async_op, how, [given(dst), given(group_dst)])
 
@@ -300,7 +300,7 @@ def gather(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("gather")
+        return operators.not_a_member("gather")
     if dst is None and group_dst is None:
         dst = 0
     written = list(gather_list) if gather_list else []
@@ -317,7 +317,7 @@ def scatter(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("scatter")
+        return operators.not_a_member("scatter")
     if src is None and group_src is None:
         src = 0
     read = list(scatter_list) if scatter_list else []
@@ -326,13 +326,13 @@ def scatter(
 
 def barrier(group: Group = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
     if is_outside(group):
-        return paceline.not_a_member("barrier")
+        return operators.not_a_member("barrier")
     return begin("barrier", [], [torch.zeros(1)], group, async_op)
 
 
 def monitored_barrier(group: Group = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
     if is_outside(group):
-        return paceline.not_a_member("monitored_barrier")
+        return operators.not_a_member("monitored_barrier")
     return begin("monitored_barrier", [], [torch.zeros(1)], group, False, ranks=[int(wait_all_ranks)])
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.nn import functional as nn_functional
 
-from paceline.tracing.collectives import named, paceline, reduction
+from paceline.tracing.collectives import named, reduction
+from paceline.tracing.edition import operators
 from paceline.tracing.ops import NOBODY
 from paceline.tracing.registry import FunctionRow
 
 
 def run(name: str, written, read, group: str, how: str = "", ranks=()) -> list[Tensor]:
-    return getattr(paceline, name)(list(written), list(read), group, how, list(ranks), True)
+    return getattr(operators, name)(list(written), list(read), group, how, list(ranks), True)
 
 
 def shapes_of(tensors) -> list[Tensor]:

@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
-from paceline.tracing.collectives import Group, is_alive, is_outside, named, paceline
-from paceline.tracing.registry import MembersRow, OverrideRow, SpecialRow
+from paceline.tracing.collectives import Group, is_alive, is_outside, named
+from paceline.tracing.edition import operators
+from paceline.tracing.registry import AroundRow, MembersRow, OverrideRow, SpecialRow
 
 ATTRIBUTES = frozenset({"group_name", "group_desc", "bound_device_id"})
 METHODS = frozenset({"rank", "size", "name"})
@@ -30,8 +31,7 @@ def get_rank(group: Group = None) -> int:
         return -1
     if group is None:
         group = default_group()
-    elif not is_alive(group):
-        paceline.find_group(named(group))
+    elif is_dead(group):
         return -1
     return group.rank()
 
@@ -42,6 +42,50 @@ def get_world_size(group: Group = None) -> int:
     if group is None:
         group = default_group()
     return group.size()
+
+
+def is_dead(group: Any) -> bool:
+    """Whether the group was destroyed; says so when the graph runs. torch's code would raise while it is traced."""
+    if not isinstance(group, ProcessGroup) or is_alive(group):
+        return False
+    operators.find_group(named(group))
+    return True
+
+
+def get_process_group_ranks(group: Group) -> list[int]:
+    return [] if is_dead(group) else torchs_process_group_ranks(group)
+
+
+def get_backend(group: Group = None) -> str:
+    if is_outside(group):
+        operators.invalid_group()
+        return ""
+    return "" if is_dead(group) else torchs_backend(group)
+
+
+def get_global_rank(group: Group, group_rank: int) -> int:
+    return -1 if is_dead(group) else torchs_global_rank(group, group_rank)
+
+
+def get_group_rank(group: Group, global_rank: int) -> int:
+    return -1 if is_dead(group) else torchs_group_rank(group, global_rank)
+
+
+def torchs_process_group_ranks(*args: Any) -> Any:
+    """Stands for torch's function, as do those below."""
+    raise NotImplementedError
+
+
+def torchs_backend(*args: Any) -> Any:
+    raise NotImplementedError
+
+
+def torchs_global_rank(*args: Any) -> Any:
+    raise NotImplementedError
+
+
+def torchs_group_rank(*args: Any) -> Any:
+    raise NotImplementedError
 
 
 def is_initialized() -> bool:
@@ -60,6 +104,8 @@ def _guard() -> None:
     _torch.guard_what_is_read(ProcessGroup, attributes=ATTRIBUTES, methods=METHODS, identity="group_name")
 
 
+_CONSTANT = "a constant; the graph depends on it"
+
 ROWS = (
     MembersRow(
         "group.name(), group.bound_device_id",
@@ -74,8 +120,17 @@ ROWS = (
         functools.partial(_torch.guard_value_of, dist.ReduceOp.RedOpType, "value"),
     ),
     SpecialRow("what a group, mesh or placement raises", "the program's own exception", _torch.say_what_objects_say),
-    OverrideRow("dist.get_rank()", "a constant; the graph depends on it", c10d.get_rank, get_rank),
+    OverrideRow("dist.get_rank()", _CONSTANT, c10d.get_rank, get_rank),
     OverrideRow("c10d._resolve_process_group()", "the group", _torch.resolve_group, resolve),
-    OverrideRow("dist.get_world_size()", "a constant; the graph depends on it", c10d.get_world_size, get_world_size),
-    OverrideRow("dist.is_initialized()", "a constant; the graph depends on it", c10d.is_initialized, is_initialized),
+    OverrideRow("dist.get_world_size()", _CONSTANT, c10d.get_world_size, get_world_size),
+    *(
+        AroundRow(f"dist.{original.__name__}()", _CONSTANT, original, traced, torchs)
+        for original, traced, torchs in (
+            (c10d.get_process_group_ranks, get_process_group_ranks, torchs_process_group_ranks),
+            (c10d.get_backend, get_backend, torchs_backend),
+            (c10d.get_global_rank, get_global_rank, torchs_global_rank),
+            (c10d.get_group_rank, get_group_rank, torchs_group_rank),
+        )
+    ),
+    OverrideRow("dist.is_initialized()", _CONSTANT, c10d.is_initialized, is_initialized),
 )

@@ -19,6 +19,7 @@ from torch.utils.hooks import BackwardHook
 
 from paceline import _torch
 from paceline.errors import BadArgumentError, StateError
+from paceline.tracing.edition import operators
 from paceline.tracing.registry import OverrideRow, SpecialRow
 
 Grads = tuple[Tensor | None, ...]
@@ -156,7 +157,7 @@ class Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         point, at_output, positions, count, inputs = ctx.place
-        changed = torch.ops.paceline.backward_hooks(list(grads), point, at_output, list(positions), count, inputs)
+        changed = operators.backward_hooks(list(grads), point, at_output, list(positions), count, inputs)
         return None, None, None, None, None, *changed
 
 

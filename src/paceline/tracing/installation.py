@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 from paceline import _torch
 from paceline.tracing import ops
 from paceline.tracing.arrival import when_imported
+from paceline.tracing.edition import NAMESPACE
 from paceline.tracing.registry import Row
 
 
@@ -43,4 +45,4 @@ def install() -> None:
             stacklevel=2,
         )
     when_imported(_torch.INDUCTOR, ops.lower)
-    when_imported(_torch.INDUCTOR_GRAPH, _torch.keep_lowerings)
+    when_imported(_torch.INDUCTOR_GRAPH, functools.partial(_torch.keep_lowerings, NAMESPACE))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.tracing.registry import MembersRow
+from paceline import _torch
+from paceline.tracing.arrival import when_imported
+from paceline.tracing.registry import MembersRow, SpecialRow
 
 ROWS = (
     MembersRow(
@@ -12,5 +14,10 @@ ROWS = (
         "names of groups; torch's guard of the mesh",
         DeviceMesh,
         traced=frozenset({"get_all_groups"}),
+    ),
+    SpecialRow(
+        "mesh[name] as a result",
+        "torch's operator, which Inductor would not know",
+        lambda: when_imported(_torch.INDUCTOR, _torch.lower_slices),
     ),
 )

@@ -36,9 +36,14 @@ from torch.fx.node import has_side_effect
 
 from paceline import _torch
 from paceline.tracing import hooks
+from paceline.tracing.edition import NAMESPACE, operators
 
 NOBODY = -1
 """In ``ranks``: the argument was not given."""
+
+
+OUTSIDE = "no member"
+"""In place of a group's name: this rank is not in it, is told so, and does nothing."""
 
 
 class Call(NamedTuple):
@@ -175,6 +180,13 @@ def irecv(call: Call, later: bool) -> Work | None:
 
 
 @starter
+def recv_any(call: Call, later: bool) -> None:
+    """``dist.recv`` without a source; who it was is known only now, and is the second thing that is written."""
+    value, source = call.written
+    source.fill_(dist.recv(value, None, call.group, call.ranks[0]))
+
+
+@starter
 def batch_isend_irecv(call: Call, later: bool) -> list[Work]:
     """``how`` has a letter an operation, s or r; ``ranks`` has each one's peer (in the group), then each one's tag."""
     received, sent = iter(call.written), iter(call.read)
@@ -197,6 +209,9 @@ def _run(
 ) -> list[Tensor]:
     # What is not written keeps what it had: a reduction elsewhere than at its root, a backend that does nothing.
     fresh = [_copied(tensor) for tensor in written]
+    if group == OUTSIDE:
+        _torch.warn_not_a_member(name)
+        return _results(name, fresh, how)
     # Inductor may use an input's memory for something else as soon as the operator has returned.
     kept = [tensor.contiguous() if wait else _copied(tensor) for tensor in read]
     started = STARTERS[name](Call(fresh, kept, _torch.group_named(group), how, ranks), not wait)
@@ -254,14 +269,13 @@ def _arrive(pending: list[Tensor]) -> list[Tensor]:
     return [_copied(_torch.wait_tensor(tensor)) for tensor in pending]
 
 
-def _recv_any(like: Tensor, group: str, tag: int) -> tuple[Tensor, int]:
-    """``dist.recv`` without a source; who it was is known only now."""
-    fresh = _copied(like)
-    return fresh, dist.recv(fresh, None, _torch.group_named(group), tag)
+def _number(tensor: Tensor) -> int:
+    """The number in a tensor; ``tensor.item()`` breaks the graph unless torch is configured otherwise."""
+    return int(tensor.item())
 
 
-def _describe_recv_any(like: Tensor, group: str, tag: int) -> tuple[Tensor, Any]:
-    return _like(like), torch.library.get_ctx().new_dynamic_size(min=0)
+def _describe_number(tensor: Tensor) -> Any:
+    return torch.library.get_ctx().new_dynamic_size(min=0)
 
 
 def _find_group(group: str) -> None:
@@ -274,9 +288,14 @@ def _not_a_member(function: str) -> None:
     _torch.warn_not_a_member(function)
 
 
+def _invalid_group() -> None:
+    """Say what eager says where a marker of a group this rank is not in will not do."""
+    raise ValueError("Invalid process group specified")
+
+
 SCHEMA = "(Tensor[] written, Tensor[] read, str group, str how, SymInt[] ranks, bool wait) -> Tensor[]"
 
-library = torch.library.Library("paceline", "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 defined = False
 
 
@@ -293,10 +312,11 @@ def define() -> None:
         _define(name, functools.partial(_run, name), SCHEMA, functools.partial(_describe, name))
     _define("arrive", _arrive, "(Tensor[] pending) -> Tensor[]", lambda pending: [_like(tensor) for tensor in pending])
     _define("backward_hooks", hooks.call_hooks, hooks.SCHEMA, hooks.describe)
-    _define("recv_any", _recv_any, "(Tensor like, str group, int tag) -> (Tensor, SymInt)", _describe_recv_any)
+    _define("number", _number, "(Tensor tensor) -> SymInt", _describe_number)
     _define("check_same", placements.check_same, placements.CHECK_SCHEMA, lambda *args: None)
     _define("in_flight", _in_flight, "(Tensor[] pending) -> ()", lambda pending: None)
     _define("find_group", _find_group, "(str group) -> ()", lambda group: None)
+    _define("invalid_group", _invalid_group, "() -> ()", lambda: None)
     _define("not_a_member", _not_a_member, "(str function) -> ()", lambda function: None)
 
 
@@ -304,12 +324,14 @@ def _define(name: str, function: Callable[..., Any], schema: str, fake: Callable
     # Not torch.library.custom_op, which costs twice as much a call: nothing here is differentiable or aliases.
     library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"paceline::{name}", fake, lib=library)
-    packet = getattr(torch.ops.paceline, name)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    _torch.keep_in_backward(f"{NAMESPACE}::{name}", library)
+    packet = getattr(operators, name)
     has_side_effect(packet)
     has_side_effect(packet.default)
 
 
 def lower() -> None:
     """Tell Inductor what the operators are; called when it has been imported."""
-    _torch.lower_as_collectives([*STARTERS, "arrive", "backward_hooks"], dropped=["in_flight"])
+    collectives = [getattr(operators, name) for name in (*STARTERS, "arrive", "backward_hooks")]
+    _torch.lower_as_collectives(collectives, dropped=[operators.in_flight])

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline import _torch
 from paceline.tracing.arrival import when_imported
-from paceline.tracing.collectives import named, paceline
+from paceline.tracing.collectives import named
+from paceline.tracing.edition import operators
 from paceline.tracing.registry import SpecialRow
 
 
@@ -52,29 +53,40 @@ def torchs_distribute_tensor(*args, **kwargs):
     raise NotImplementedError
 
 
+def current_mesh():
+    """The mesh of the innermost ``with mesh:`` around the compiled function; torch's forms take it as a constant."""
+    return _torch.mesh_environment().get_current_mesh()
+
+
 def from_local(*args, **kwargs):
-    if not kwargs.get("run_check"):
+    # In the order they are written: a graph's inputs are in the order in which they are looked at.
+    values = {**dict(zip(("local_tensor", "device_mesh", "placements"), args, strict=False)), **kwargs}
+    given = [name for name, value in values.items() if value is not None]
+    if "device_mesh" in given and not kwargs.get("run_check"):
         return torchs_from_local(*args, **kwargs)
-    return checked_from_local(*args, **kwargs)
+    return completed_from_local(*args, **kwargs)
 
 
-def checked_from_local(local_tensor, device_mesh=None, placements=None, *, run_check, **more):
+def completed_from_local(local_tensor, device_mesh=None, placements=None, *, run_check=False, **more):
     if device_mesh is None:
-        return torchs_from_local(local_tensor, device_mesh, placements, run_check=True, **more)
-    paceline.check_same(local_tensor.detach(), local_tensor.requires_grad, more.get("shape") is None, named(None))
-    for index in range(device_mesh.ndim):
-        if placements is None or placements[index].is_replicate():
-            local_tensor = local_tensor.contiguous()
-            dist.broadcast(local_tensor, group=device_mesh.get_group(index), group_src=0)
+        device_mesh = current_mesh()
+    if run_check:
+        with_layout = more.get("shape") is None
+        operators.check_same(local_tensor.detach(), local_tensor.requires_grad, with_layout, named(None))
+        for index in range(device_mesh.ndim):
+            if placements is None or placements[index].is_replicate():
+                local_tensor = local_tensor.contiguous()
+                dist.broadcast(local_tensor, group=device_mesh.get_group(index), group_src=0)
     return torchs_from_local(local_tensor, device_mesh, placements, run_check=False, **more)
 
 
 def distribute_tensor(tensor, device_mesh=None, placements=None, *, src_data_rank=0):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    if device_mesh is None:
+        device_mesh = current_mesh()
     if (
-        device_mesh is None
-        or isinstance(tensor, DTensor)
+        isinstance(tensor, DTensor)
         or tensor.requires_grad
         or not all(isinstance(one, (Shard, Replicate)) for one in placements or ())
     ):

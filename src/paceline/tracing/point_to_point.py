@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
-from paceline.tracing.collectives import Group, begin, check_tensor, given, hidden, is_outside, named, paceline
+from paceline.tracing.collectives import Group, begin, check_tensor, given, hidden, is_outside, named
+from paceline.tracing.edition import operators
 from paceline.tracing.registry import FunctionRow, OverrideRow, functions
 from paceline.tracing.work import TracedWork
 
@@ -22,7 +24,7 @@ def isend(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("isend")
+        return operators.not_a_member("isend")
     return begin("isend", [], [tensor], group, True, ranks=[given(dst), given(group_dst), tag])
 
 
@@ -31,7 +33,7 @@ def irecv(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("irecv")
+        return operators.not_a_member("irecv")
     return begin("irecv", [tensor], [], group, True, ranks=[given(src), given(group_src), tag])
 
 
@@ -40,7 +42,7 @@ def send(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        return paceline.not_a_member("send")
+        return operators.invalid_group()
     return begin("isend", [], [tensor], group, False, ranks=[given(dst), given(group_dst), tag])
 
 
@@ -49,12 +51,12 @@ def recv(
 ) -> Any:
     check_tensor(tensor, "tensor")
     if is_outside(group):
-        paceline.not_a_member("recv")
+        operators.not_a_member("recv")
         return -1
     if src is None and group_src is None:
-        value, source = paceline.recv_any(tensor.detach(), named(group), tag)
-        tensor.detach().copy_(value)
-        return source
+        source = torch.zeros(1, dtype=torch.int64)
+        begin("recv_any", [tensor, source], [], group, False, ranks=[tag])
+        return operators.number(source)
     begin("irecv", [tensor], [], group, False, ranks=[given(src), given(group_src), tag])
     if src is not None:
         return src
@@ -63,6 +65,9 @@ def recv(
 
 def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
     group = p2p_op_list[0].group
+    if is_outside(group):
+        operators.not_a_member("batch_isend_irecv")
+        return []
     kinds, peers, tags, written, read = "", [], [], [], []
     for one in p2p_op_list:
         if one.op is dist.isend:
@@ -73,7 +78,7 @@ def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
             written.append(one.tensor)
         peers.append(one.group_peer)
         tags.append(one.tag)
-    results = paceline.batch_isend_irecv(hidden(written), hidden(read), named(group), kinds, peers + tags, False)
+    results = operators.batch_isend_irecv(hidden(written), hidden(read), named(group), kinds, peers + tags, False)
     return [
         TracedWork([one.tensor] if one.op is dist.irecv else [], [result])
         for one, result in zip(p2p_op_list, results, strict=True)

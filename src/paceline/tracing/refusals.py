@@ -7,7 +7,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
 from paceline.tracing.collectives import refuse_reduction
-from paceline.tracing.registry import RefusalRow
+from paceline.tracing.registry import EnterRefusalRow, RefusalRow
 from paceline.tracing.work import refuse_future, refuse_source
 
 _MAKES_GROUPS = (
@@ -64,6 +64,16 @@ ROWS = (
             'Make the mesh once, before compiled code is called: `mesh = init_device_mesh("cpu", (2, 2), '
             'mesh_dim_names=("dp", "tp"))`, and pass it as an argument, or keep it in a module or a global: meshes, '
             "their slices and their groups trace.",
+        ),
+    ),
+    EnterRefusalRow(
+        "with mesh",
+        "refused: pass it on",
+        device_mesh.DeviceMesh,
+        "It makes the mesh the default of what is called inside, for the whole thread: a graph has no such state.",
+        (
+            "Pass the mesh to what needs it: `DTensor.from_local(x, mesh, placements)`.",
+            "Or write `with mesh:` around the call of the compiled function.",
         ),
     ),
     *(

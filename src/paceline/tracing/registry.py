@@ -54,6 +54,19 @@ class OverrideRow(Row):
 
 
 @dataclasses.dataclass(frozen=True)
+class AroundRow(Row):
+    """As an override row, for a function whose ``traced`` goes on to what torch traces, by the name of ``torchs``."""
+
+    original: Any
+    traced: Callable[..., Any]
+    torchs: Callable[..., Any]
+
+    def install(self) -> None:
+        _torch.trace_as(self.torchs, self.original)
+        _torch.trace_instead(self.original, self.traced)
+
+
+@dataclasses.dataclass(frozen=True)
 class AnswerRow(Row):
     """A function of ours that is called while tracing, on the real object; its answer is a constant of the graph."""
 
@@ -91,6 +104,14 @@ class RefusalRow(Row):
 
     def install(self) -> None:
         _torch.refuse_in_graph(self.original, name=self.subject, explanation=self.explanation, hints=list(self.hints))
+
+
+@dataclasses.dataclass(frozen=True)
+class EnterRefusalRow(RefusalRow):
+    """Objects of a type, ``original``, that are not traced as context managers."""
+
+    def install(self) -> None:
+        _torch.refuse_to_enter(self.original, name=self.subject, explanation=self.explanation, hints=list(self.hints))
 
 
 @dataclasses.dataclass(frozen=True)

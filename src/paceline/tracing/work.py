@@ -6,12 +6,12 @@ import abc
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from paceline import _torch
 from paceline.errors import StateError
+from paceline.tracing.edition import operators
 
 
 class TracedWork:
@@ -30,6 +30,7 @@ class TracedWork:
         self._pending = pending
         self._is_torchs = is_torchs
         self._is_done = False
+        self._was_asked = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -43,7 +44,7 @@ class TracedWork:
             if self._is_torchs:
                 arrived = [_torch.wait_tensor(tensor) for tensor in self._pending]
             else:
-                arrived = torch.ops.paceline.arrive(self._pending)
+                arrived = operators.arrive(self._pending)
             if len(arrived) == len(self._targets):
                 for target, value in zip(self._targets, arrived, strict=True):
                     target.detach().copy_(value.view(target.shape))
@@ -53,7 +54,14 @@ class TracedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Always True, since it waits: a graph has no "perhaps", and a loop that asks until it is true must end."""
+        """False when asked first, since it may not have ended yet; asked again, it waits.
+
+        A graph has no "perhaps". To wait at once could be a deadlock: what this rank does next may be what the others
+        need to end theirs. Never to wait would be one, too: programs ask until it is true.
+        """
+        if not self._is_done and not self._was_asked:
+            self._was_asked = True
+            return False
         return self.wait()
 
     def is_success(self) -> bool:
