@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline import transport
 from paceline.bucket import CommHook, GradBucket
 from paceline.control import Channel
 from paceline.errors import BadTypeError
@@ -97,7 +98,7 @@ def start_sparse_all_reduce(
 ) -> Finish:
     """Sum a sparse tensor over the ranks; rows may differ from rank to rank."""
     tensor = tensor.coalesce()
-    if dist.get_backend(group) == dist.Backend.GLOO:
+    if dist.get_backend(group) == dist.Backend.GLOO or transport.adds_sparse(group):
         # Not its size, which may differ: rows do not.
         channel.progress.start("sparse all-reduce", what, tensor.values()[:0])
         work = dist.all_reduce(tensor, group=group, async_op=True)

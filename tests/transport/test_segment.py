@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import multiprocessing
 import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 import weakref
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -147,19 +147,21 @@ def test_an_empty_segment_is_an_error() -> None:
         Segment.create(0)
 
 
-# What a rank does that is killed before the others have mapped its segment.
-_KILLED = """
-import os, signal
-from paceline.transport.segment import Segment
-print(Segment.create(4096).name, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def _is_killed(answer: Connection) -> None:
+    """As a rank before the others have mapped its segment."""
+    answer.send(Segment.create(4096).name)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_segment_of_a_killed_process_is_removed_by_the_next() -> None:
-    dead = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, check=False)
-    assert dead.returncode == -signal.SIGKILL, dead.stderr
-    stale = dead.stdout.strip()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["paceline.testing._rank"])
+    ours, theirs = context.Pipe()
+    dead = context.Process(target=_is_killed, args=(theirs,), daemon=True)
+    dead.start()
+    dead.join()
+    assert dead.exitcode == -signal.SIGKILL
+    stale = ours.recv()
     assert stale.startswith(segment.PREFIX)
     with Segment.create(NBYTES) as living:
         assert not os.path.lexists(_path(stale))

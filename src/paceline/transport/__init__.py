@@ -73,6 +73,11 @@ def describe(group: dist.ProcessGroup) -> str:
     return getattr(group, "carried", "")
 
 
+def adds_sparse(group: dist.ProcessGroup) -> bool:
+    """Whether ``all_reduce`` of the group, if it has this backend, takes sparse tensors, as gloo's does."""
+    return bool(getattr(group, "adds_sparse", False))
+
+
 def _new_group(backend_options: Any, group_options: Any) -> Any:
     from paceline.transport.creation import new_group
 

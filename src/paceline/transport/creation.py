@@ -57,6 +57,7 @@ class PlainGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
         )
         _torch.adopt_backend(self, made)
         self.carried = f"{size} ranks, collectives over {backend}"
+        self.adds_sparse = backend == dist.Backend.GLOO
 
 
 def _say(meeting: Meeting, *, rank: int) -> None:

@@ -44,6 +44,8 @@ _CAUSE_S = 1.2
 class HostsProcessGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
     """Shared memory inside hosts, another backend between them."""
 
+    adds_sparse = True  # over gloo
+
     def __init__(
         self,
         store: Store,

@@ -113,6 +113,7 @@ class ShmProcessGroup(Reductions, Exchanges, _torch.PythonProcessGroup):  # type
         """How collectives travel, for people."""
         return f"{self._size} ranks on one host, collectives through shared memory"
 
+    adds_sparse = True
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False

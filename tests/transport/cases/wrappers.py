@@ -130,3 +130,22 @@ def hybrid_sharding(rank, world_size):
     fully_shard(model, mesh=mesh)
     losses = _train(model, rank)
     return losses, [p.full_tensor().detach().clone() for p in model.parameters()]
+
+
+@case(compare=True, allow_warnings=ALLOW)
+def sparse_embeddings(rank, world_size):
+    """Rows differ between ranks, in number too."""
+    import paceline
+
+    results: dict[str, Any] = {}
+    for wrapper in (nn.parallel.DistributedDataParallel, paceline.DDP):
+        torch.manual_seed(7)
+        model = wrapper(nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), nn.Linear(4, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            tokens = torch.randint(0, 10, (2, 2 + rank), generator=torch.Generator().manual_seed(10 * step + rank))
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results[wrapper.__module__] = [p.detach().clone() for p in model.parameters()]
+    return results
