@@ -335,7 +335,7 @@ def soak(runs: int, *, seed: int = 0, progress: Callable[[str], None] = lambda l
     wrong: list[str] = []
     before = segments()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.testing._rank"])
+    context.set_forkserver_preload(["paceline.testing._preloaded"])
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         survivor = context.Process(target=_survive, args=(theirs, directory), daemon=True)

@@ -155,7 +155,7 @@ def _is_killed(answer: Connection) -> None:
 
 def test_a_segment_of_a_killed_process_is_removed_by_the_next() -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.testing._rank"])
+    context.set_forkserver_preload(["paceline.testing._preloaded"])
     ours, theirs = context.Pipe()
     dead = context.Process(target=_is_killed, args=(theirs,), daemon=True)
     dead.start()

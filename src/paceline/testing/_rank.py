@@ -60,6 +60,12 @@ class Answer:
         return self.value is not None
 
 
+def freeze() -> None:
+    """Let later collections leave alone what is there now; what is frozen already costs nothing again."""
+    gc.collect()
+    gc.freeze()
+
+
 def rank_main(conn: Connection, store_host: str, store_port: int, log_path: str) -> None:
     """Serve jobs until the parent hangs up. Everything printed goes to ``log_path``."""
     # Ctrl-C reaches the whole terminal group; the parent decides what becomes of its ranks.
@@ -78,8 +84,7 @@ def rank_main(conn: Connection, store_host: str, store_port: int, log_path: str)
         store_host, store_port, is_master=False, wait_for_workers=False
     )
     # The collection after every run should look at that run's objects, not at all of torch.
-    gc.collect()
-    gc.freeze()
+    freeze()
     while True:
         try:
             sys_path, payload = pickle.loads(conn.recv_bytes())

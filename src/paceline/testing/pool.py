@@ -82,7 +82,7 @@ class RankPool:
     def __init__(self, *, max_world_size: int = 4) -> None:
         self._max_world_size = max_world_size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["paceline.testing._rank"])
+        self._context.set_forkserver_preload(["paceline.testing._preloaded"])
         self._ranks: dict[int, _Rank] = {}
         self._runs = itertools.count()
         self._store: Any = None
