@@ -171,7 +171,8 @@ def _clean_up() -> str:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()
+        # What a run has imported (the compiler, say) and left is not looked at again by those that follow.
+        freeze()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         # Asked first because the call imports the compiler, which takes a second.
