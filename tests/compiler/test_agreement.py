@@ -17,15 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.comptime import comptime
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from torch._functorch.aot_autograd import make_boxed_func
 
 import paceline
 from paceline import DDP, _torch, errors
 from paceline.compiler import agreement
 from paceline.testing import RankError
-from tests.compiler._compare import batch, plain_step, same_grads, stack
+from tests.compiler._compare import batch, same_grads, stack
 
 # Under load the machine takes its time, and nothing here is about speed.
 TIMEOUT_S = 300
@@ -222,7 +224,7 @@ def test_ranks_meet_whatever_each_had_compiled_before(ranks):
 
 # -- skew ----------------------------------------------------------------------------------------------
 
-SHORT_S = 2
+SHORT_S = 3
 
 
 def _slow(gm, example_inputs, *, rank):
@@ -244,6 +246,15 @@ def _exceed_timeout() -> None:
 def _skew(rank, size):
     _fresh()
     _shorten_timeout()
+    # Nor does a hang watch that makes errors of long waits.
+    os.environ.update(PACELINE_HANG_WATCH="enforce", PACELINE_HANG_AFTER_S=str(SHORT_S))
+    try:
+        _compile_slowly(rank)
+    finally:
+        del os.environ["PACELINE_HANG_WATCH"], os.environ["PACELINE_HANG_AFTER_S"]
+
+
+def _compile_slowly(rank):
 
     def f(x):
         if rank == 0:
@@ -302,9 +313,12 @@ def test_nor_does_it_if_the_others_have_it_in_their_cache(ranks):
 
 
 def _graphs(rank, size):
+    # Numbers like the rank's own become dynamic; others stand in the graphs as constants.
+    scale = 1.5 + rank
+
     @eager
     def numbered(x):
-        return x * rank + x[rank]
+        return x * scale + x[rank]
 
     @eager
     def different(x):
@@ -336,7 +350,7 @@ def _graphs(rank, size):
 
 
 def test_graphs_that_differ_are_reported_with_the_first_node(ranks):
-    line = _graphs.__code__.co_firstlineno + 8
+    line = _graphs.__code__.co_firstlineno + 11
     for difference in ranks(_graphs, timeout=TIMEOUT_S):
         assert "different (test_agreement.py" in difference
         assert f"rank 0 has call_method cos(%1) at test_agreement.py:{line}" in difference.replace("((%1), {})", "(%1)")
@@ -498,13 +512,22 @@ def test_a_group_agrees_by_itself(ranks):
 
 
 def _plain(rank, size):
+    compiled_parts = []
+
+    def note(part):
+        return lambda gm, example_inputs: compiled_parts.append(part) or make_boxed_func(gm.forward)
+
     _fresh()
-    ddp, compiled = DDP(stack()), DDP(stack())
+    eager, ddp = DDP(stack()), DDP(stack())
+    compiled = torch.compile(ddp, backend=aot_autograd(fw_compiler=note("forward"), bw_compiler=note("backward")))
     with agreement(True):
-        plain_step(torch.compile(compiled), rank, 0)
-    plain_step(ddp, rank, 0)
-    same_grads(ddp, compiled)
+        out = compiled(batch(rank))
+        # Not when it first runs: then others might be waiting for it in a collective.
+        assert compiled_parts == ["forward", "backward"]
+    out.square().sum().backward()
+    eager(batch(rank)).square().sum().backward()
+    same_grads(eager, ddp)
 
 
-def test_gradients_are_those_of_eager_mode(ranks):
+def test_backward_is_compiled_with_forward_and_gradients_are_those_of_eager_mode(ranks):
     ranks(_plain, timeout=TIMEOUT_S)

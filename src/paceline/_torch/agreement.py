@@ -5,6 +5,7 @@ Nothing here imports the compiler by itself: the functions are called when someb
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -196,17 +197,38 @@ def name_of_target(target: Any) -> str:
     return str(target) if is_operator or not name else f"{target.__module__}.{name}"
 
 
-def kernel_files() -> list[str]:
-    """The libraries of C++ kernels that this process has loaded, below :func:`kernel_folder`.
+def kernel_files() -> dict[str, str]:
+    """The libraries of C++ kernels that this process has loaded, below :func:`kernel_folder`; and of which kind.
 
     They are not part of ``torch.compiler.save_cache_artifacts``: who loads those compiles them anew, which is most of
     the time that compiling for the CPU takes.
     """
     from torch._inductor import codecache
 
-    keys = [*codecache.CppCodeCache.cache, *codecache.CppPythonBindingsCodeCache.cache]
-    paths = [codecache.get_path(key, "main.so")[2] for key in keys]
-    return [os.path.relpath(path, kernel_folder()) for path in paths if os.path.exists(path)]
+    found = {}
+    for kind, cache in _kernel_caches().items():
+        for key in cache.cache:
+            path = codecache.get_path(key, "main.so")[2]
+            if os.path.exists(path):
+                found[os.path.relpath(path, kernel_folder())] = kind
+    return found
+
+
+def adopt_kernel(path: str, kind: str) -> None:
+    """Have Inductor use a library at ``path``, below the folder, without looking at how it would compile it.
+
+    It looks for the file only after it has compiled the headers, at the price of a kernel.
+    """
+    cache = _kernel_caches()[kind]
+    key = os.path.basename(path).partition(".")[0]
+    full = os.path.join(kernel_folder(), path)
+    cache.cache.setdefault(key, functools.cache(lambda: cache._load_library(full, key)))
+
+
+def _kernel_caches() -> dict[str, Any]:
+    from torch._inductor import codecache
+
+    return {"ctypes": codecache.CppCodeCache, "bindings": codecache.CppPythonBindingsCodeCache}
 
 
 def kernel_folder() -> str:

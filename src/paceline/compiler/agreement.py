@@ -210,7 +210,7 @@ class CompileAgreement:
             "collectives": graph.collectives if graph is not None else "",
         }
         with _leaving_compiler():
-            doing = f"waiting for others to compile {current.frame}"
+            doing = f"the compilation of {current.frame} by others"
             notes = self._meeting.exchange(Kind.GRAPH, body=json.dumps(body).encode(), doing=doing, patient=True)
             told = [_ending(note, rank) for rank, note in enumerate(notes)]
             if any(note.body != notes[0].body for note in notes):

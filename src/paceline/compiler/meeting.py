@@ -11,10 +11,9 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -130,31 +129,34 @@ class Meeting:
     def _wait(self, work: dist.Work, doing: str, *, frame: str = "", patient: bool = False) -> None:
         number, start, said = self._n_exchanges, time.monotonic(), False
 
-        def look() -> None:
+        def excuse() -> bool:
             nonlocal said, start
             if not said:
                 said = True
                 self.store.set(f"waiting/{self.rank}", str(number))
             self._raise_given_up(number - 1, frame)
-            if patient or time.monotonic() - start < self.timeout_s:
-                return
             late = [rank for rank in range(self.size) if self._says(f"waiting/{rank}") != str(number)]
-            if any(self._says(f"compiling/{rank}") for rank in late):
+            if patient or any(self._says(f"compiling/{rank}") for rank in late):
                 start = time.monotonic()
-                return
-            who = f"rank {', '.join(map(str, late))}" if late else "another rank"
-            raise RankLostError(
-                f"Rank {self.rank} waited {self.timeout_s:.0f} s in {doing} for {who}, which is not compiling and did "
-                "not come. Inside paceline.compiler.agreement all ranks must call the same compiled functions in the "
-                "same order.",
-                rank=late[0] if len(late) == 1 else None,
-            )
+                return True
+            if time.monotonic() - start > self.timeout_s:
+                raise self._nobody_came(late, doing)
+            return False
 
         try:
-            self.channel.wait(cast(dist.Work, _Watched(work, look)), doing)
+            self.channel.wait(work, doing, excuse=excuse)
         except PacelineError:
             self.has_ended = True
             raise
+
+    def _nobody_came(self, late: list[int], doing: str) -> RankLostError:
+        who = f"rank {', '.join(map(str, late))}" if late else "another rank"
+        return RankLostError(
+            f"Rank {self.rank} waited {self.timeout_s:.0f} s in {doing} for {who}, which is not compiling and did "
+            "not come. Inside paceline.compiler.agreement all ranks must call the same compiled functions in the "
+            "same order.",
+            rank=late[0] if len(late) == 1 else None,
+        )
 
     def _raise_given_up(self, n_exchanges: int, frame: str) -> None:
         """Raise if a rank that has come as far as this one has given up ``frame``."""
@@ -168,27 +170,6 @@ class Meeting:
 
     def _says(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
-
-
-class _Watched:
-    """A work that looks around each time that somebody has waited for it in vain."""
-
-    def __init__(self, work: dist.Work, look: Callable[[], None]) -> None:
-        self._work = work
-        self._look = look
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is None:
-            return self._work.wait()
-        try:
-            return self._work.wait(timeout)
-        except RuntimeError:
-            if not self._work.is_completed():
-                self._look()
-            raise
 
 
 def _as_tensor(data: bytes) -> Tensor:

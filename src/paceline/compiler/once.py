@@ -28,26 +28,38 @@ from paceline.errors import DisagreementError, PeerFailedError
 
 NOTHING, FAILED = 0, -1
 COMPILED, LOADED = "compiled here", "loaded from rank 0"
-# Where Inductor keeps a library: two letters of its key, and the key.
-_KERNEL = re.compile(r"[a-z0-9]{2}/[a-z0-9]{8,80}\.main\.so")
+# Where Inductor keeps a library: two letters of its key, and the key. Those without "main" are trials of what the
+# processor can do, and not loaded as kernels are.
+_KERNEL = re.compile(r"[a-z0-9]{2}/[a-z0-9]{8,80}(\.main)?\.so")
+TRIAL = "trial"
+KINDS = ("ctypes", "bindings", TRIAL)
 logger = logging.getLogger("paceline.compiler")
+
+
+class Kernel(NamedTuple):
+    """A library of compiled C++."""
+
+    kind: str
+    data: bytes
 
 
 class Artifacts(NamedTuple):
     """What a rank has made of a graph: torch's cache entries, and libraries of kernels by their file's name."""
 
     cache: bytes
-    kernels: dict[str, bytes]
+    kernels: dict[str, Kernel]
 
     def encode(self) -> bytes:
-        head = json.dumps([len(self.cache), [[name, len(data)] for name, data in self.kernels.items()]]).encode()
-        return b"".join([len(head).to_bytes(8, "little"), head, self.cache, *self.kernels.values()])
+        listed = [[name, kernel.kind, len(kernel.data)] for name, kernel in self.kernels.items()]
+        head = json.dumps([len(self.cache), listed]).encode()
+        data = (kernel.data for kernel in self.kernels.values())
+        return b"".join([len(head).to_bytes(8, "little"), head, self.cache, *data])
 
     @staticmethod
     def decode(data: bytes) -> Artifacts:
         """The artifacts in rank 0's message; an error if it is not of the form that `encode` makes."""
         at = 8 + int.from_bytes(data[:8], "little")
-        cache, kernels = b"", {}
+        cache, kernels = b"", dict[str, Kernel]()
         match shapes.read_json(data[8:at], 0):
             case [int(n_cache), [*listed]]:
                 cache, at = data[at : at + n_cache], at + n_cache
@@ -55,8 +67,8 @@ class Artifacts(NamedTuple):
                 raise _refusal("is no list of artifacts")
         for entry in listed:
             match entry:
-                case [str(name), int(length)] if length >= 0 and _KERNEL.fullmatch(name):
-                    kernels[name], at = data[at : at + length], at + length
+                case [str(name), str(kind), int(length)] if length >= 0 and kind in KINDS and _KERNEL.fullmatch(name):
+                    kernels[name], at = Kernel(kind, data[at : at + length]), at + length
                 case _:
                     raise _refusal(f"has a kernel with a name that Inductor does not give: {str(entry)[:200]}")
         if n_cache < 0 or at != len(data):
@@ -88,7 +100,7 @@ class Once:
     def _obstacle(self, frame: str, graph: Fingerprint) -> str:
         """Why ranks cannot use the same compiled graph; empty if they can."""
         mine = {**environment(), "graph": graph.exact_digest}
-        notes = self._meeting.exchange(Kind.OFFER, body=json.dumps(mine).encode(), doing=f"comparing {frame}")
+        notes = self._meeting.exchange(Kind.OFFER, body=json.dumps(mine).encode(), doing=f"the comparison of {frame}")
         ours, *others = (shapes.read_json(note.body, rank) for rank, note in enumerate(notes))
         for rank, theirs in enumerate(others, start=1):
             for name in mine:
@@ -114,7 +126,7 @@ class Once:
         data = Artifacts(found[0], self._new_kernels()).encode()
         self._meeting.store.set(self._key, hashlib.sha256(data).hexdigest())
         self._announce(len(data), frame)
-        self._meeting.broadcast(data, n_bytes=len(data), doing=f"sending artifacts of {frame}")
+        self._meeting.broadcast(data, n_bytes=len(data), doing=f"the exchange of artifacts of {frame}")
         return compiled, COMPILED
 
     def _follow(self, frame: str, compile_: Callable[[], Any]) -> tuple[Any, str]:
@@ -123,7 +135,7 @@ class Once:
             raise PeerFailedError(f"rank 0 raised in compiling {frame}, which it did for all ranks.", rank=0)
         if n_bytes == NOTHING:
             return self._compile_here(frame, compile_, "the backend leaves no artifacts")
-        data = self._meeting.broadcast(b"", n_bytes=n_bytes, doing=f"receiving artifacts of {frame}")
+        data = self._meeting.broadcast(b"", n_bytes=n_bytes, doing=f"the exchange of artifacts of {frame}")
         announced = self._meeting.store.get(self._key).decode()
         if hashlib.sha256(data).hexdigest() != announced:
             raise DisagreementError(
@@ -145,29 +157,38 @@ class Once:
 
     def _announce(self, n_bytes: int, frame: str) -> int:
         """What rank 0 has to give; its ``n_bytes`` is what counts."""
-        doing = f"waiting for rank 0 to compile {frame}"
+        doing = f"the compilation of {frame} by rank 0"
         return self._meeting.exchange(Kind.ARTIFACTS, flag=n_bytes, doing=doing, patient=True)[0].flag
 
-    def _new_kernels(self) -> dict[str, bytes]:
-        names = [name for name in _torch.kernel_files() if name not in self._sent and _KERNEL.fullmatch(name)]
-        self._sent.update(names)
-        return {name: (Path(_torch.kernel_folder()) / name).read_bytes() for name in names}
+    def _new_kernels(self) -> dict[str, Kernel]:
+        """The libraries that were not sent before."""
+        folder = Path(_torch.kernel_folder())
+        trials = (path.relative_to(folder).as_posix() for path in folder.glob("??/*.so"))
+        kinds = dict.fromkeys((name for name in trials if ".main." not in name), TRIAL) | _torch.kernel_files()
+        new = {name: kind for name, kind in kinds.items() if name not in self._sent and _KERNEL.fullmatch(name)}
+        self._sent.update(new)
+        return {name: Kernel(kind, (folder / name).read_bytes()) for name, kind in new.items()}
 
 
 def install(artifacts: Artifacts) -> None:
     """Put artifacts, which are trusted, where torch looks for them."""
-    for name, data in artifacts.kernels.items():
+    for name, kernel in artifacts.kernels.items():
         path = Path(_torch.kernel_folder()) / name
-        if path.exists():
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: ranks of a host share the folder.
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o755)
-        os.replace(temporary, path)
+        if not path.exists():
+            _write(path, kernel.data)
+        if kernel.kind != TRIAL:
+            _torch.adopt_kernel(name, kernel.kind)
     torch.compiler.load_cache_artifacts(artifacts.cache)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all: ranks of a host share the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.chmod(temporary, 0o755)
+    os.replace(temporary, path)
 
 
 def environment() -> dict[str, str]:

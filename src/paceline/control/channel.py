@@ -236,10 +236,11 @@ class Channel:
 
     # -- waiting -------------------------------------------------------------------------------------
 
-    def wait(self, work: dist.Work, doing: str) -> None:
+    def wait(self, work: dist.Work, doing: str, *, excuse: Callable[[], bool] | None = None) -> None:
         """``work.wait()`` that ends with an error as soon as another rank has said that it failed.
 
-        Where ``wait()`` does not block the host (accelerator streams) it returns at once, as ever.
+        Where ``wait()`` does not block the host (accelerator streams) it returns at once, as ever. ``excuse`` is asked
+        now and then whether the others may take longer: then neither time-out nor hang watch count. It may raise.
         """
 
         def attempt(timeout_s: float) -> bool:
@@ -254,7 +255,7 @@ class Channel:
                 work.wait()
             return True
 
-        self._wait(attempt, doing)
+        self._wait(attempt, doing, excuse)
 
     def wait_future(self, future: torch.futures.Future[T], doing: str) -> T:
         """``future.wait()`` with the same watchfulness."""
@@ -276,7 +277,7 @@ class Channel:
             self._wait(attempt, doing)
         return future.wait()
 
-    def _wait(self, attempt: Callable[[float], bool], doing: str) -> None:
+    def _wait(self, attempt: Callable[[float], bool], doing: str, excuse: Callable[[], bool] | None = None) -> None:
         start = time.monotonic()
         heard_at: float | None = None
         told = self._hang.mode == "off"
@@ -293,6 +294,8 @@ class Channel:
                 elif heard_at is None:
                     heard_at = now
                 self._raise_replan(doing)
+                if excuse is not None and excuse():
+                    start = now
                 if not told and now - start > self._hang.after_s:
                     told = True
                     self._tell_of_hang(doing, now - start)
