@@ -35,14 +35,14 @@ METRICS = {
 }
 
 
-def _run(*arguments: str, module: str = "benchmarks") -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, module: str = "benchmarks", timeout: float = 160) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=160,
+        timeout=timeout,
         check=False,
     )
 
@@ -78,6 +78,20 @@ def test_shm_suite_compares_its_own_modes(tmp_path: Path) -> None:
     assert {row["mode"] for row in found["rows"]} == modes
     assert {check["mode"] for check in found["checks"]} == modes & {"torch-shm", "paceline-shm"}
     assert all(check["equal"] and check["ranks_equal"] for check in found["checks"]), found["checks"]
+
+
+@pytest.mark.timeout(600)
+def test_quick_buckets_compare_both_classes(tmp_path: Path) -> None:
+    done = _run("--quick", "--out", str(tmp_path), module="benchmarks.buckets", timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (size,) = json.loads((tmp_path / "buckets.json").read_text())["sizes"]
+    ours = size["paceline"]
+    assert ours["graphs"] == 1
+    assert ours["compile_s"] > min(ours["step_s"]) > 0
+    # Each of the three layers has a bucket, and the last one leaves at the end.
+    assert 0 < ours["started"] <= 2 / 3 + 1e-6
+    assert "error" in size["torch"] or size["torch"]["graphs"] > 1
+    assert (tmp_path / "buckets.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_quick_collectives_report_every_method_at_every_size(tmp_path: Path) -> None:
