@@ -28,6 +28,7 @@ from paceline.bucket import Slot
 from paceline.step import Step
 
 Strides = Sequence[int]
+INBOX = "paceline.inbox"
 
 
 class Early(NamedTuple):
@@ -74,7 +75,8 @@ def can_be_taken(slot: Slot) -> bool:
     if not slot.owned or slot.view is None or _torch.has_tensor_hooks(param):
         return False
     hooks = _torch.post_accumulate_hooks(param)
-    if len(hooks) > 1 and any(hook.__module__ != "paceline.inbox" for hook in hooks):
+    # Ours drops the stand-in; it must be there, and without company.
+    if not hooks or any(getattr(hook, "__module__", "") != INBOX for hook in hooks):
         return False
     # Of autograd.grad() and backward(inputs=...) not all that is computed is accumulated.
     return _torch.will_execute(slot.node())

@@ -325,6 +325,17 @@ def test_hooks_of_the_user_on_accumulation_see_the_gradient_first(ranks):
     ranks(_accumulate_hooks)
 
 
+def _removed_hooks(rank, size):
+    """torch's way to say that gradients stay as they are."""
+    return compare(
+        rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp._remove_autograd_hooks(), synced=False
+    )
+
+
+def test_a_wrapper_whose_hooks_are_removed_takes_nothing(ranks):
+    ranks(_removed_hooks)
+
+
 def _grad_only(rank, size):
     torch._dynamo.reset()
     ddp = DDP(stack())
