@@ -54,11 +54,12 @@ def _once(rank, size, folder, salt):
 
 def test_one_rank_compiles_and_the_others_load_it(ranks, tmp_path):
     # A number that no cache has seen, nor has this process: kernels that it has loaded before need no file.
-    first, second = ranks(_once, str(tmp_path), 1 + random.Random(time.time_ns()).random(), timeout=TIMEOUT_S)
+    salt = 1 + random.Random(time.time_ns()).random()
+    first, *others = ranks(_once, str(tmp_path), salt, world_size=3, timeout=TIMEOUT_S)
     assert first == (COMPILED, 2, True)
-    assert second == (LOADED, 0, True)
-    # Inductor locks a kernel to compile it, and to look whether it is compiled: rank 1 did neither.
-    for rank in range(2):
+    assert others == [(LOADED, 0, True)] * 2
+    # Inductor locks a kernel to compile it, and to look whether it is compiled: the others did neither.
+    for rank in range(3):
         kernels = {path.name.partition(".")[0] for path in (tmp_path / str(rank)).rglob("*.main.so")}
         locks = {path.stem for path in (tmp_path / str(rank) / "locks").iterdir()}
         assert kernels

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline import _torch
 from paceline.control import Channel
-from paceline.errors import DisagreementError, PacelineError, PeerFailedError, RankLostError
+from paceline.errors import DisagreementError, PacelineError, PeerFailedError, RankLostError, StateError
 
 # "PCL" and the version of the notes.
 MAGIC = 0x50434C01
@@ -86,6 +86,11 @@ class Meeting:
         ``frame`` is what others may give up while this rank waits for them there. ``patient``: all others are known to
         be compiling, so that they may take any time.
         """
+        if self.has_ended:
+            raise StateError(
+                f"Ranks cannot talk about {doing}: an exchange before it failed on rank {self.rank}, and others may be "
+                "waiting in it still. Leave paceline.compiler.agreement, and make the process group anew."
+            )
         self._n_exchanges = number = self._n_exchanges + 1
         digest = int.from_bytes(hashlib.sha256(body).digest()[:8], "little", signed=True)
         mine = torch.tensor([MAGIC, number, kind, flag, digest, len(body)], dtype=torch.int64, device="cpu")
@@ -166,7 +171,10 @@ class Meeting:
                 continue
             number, theirs, why = json.loads(told)
             if (number, theirs) == (n_exchanges, frame):
-                raise PeerFailedError(f"rank {rank} does not compile {frame}: {why}", rank=rank)
+                error = PeerFailedError(f"rank {rank} does not compile {frame}: {why}", rank=rank)
+                # That rank goes on uncompiled, and is to hear of it where it next waits for this one.
+                self.channel.report(f"compiling {frame}", error)
+                raise error
 
     def _says(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
