@@ -23,7 +23,7 @@ def whole(backend, **options):
     return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
 
 
-def _bert(rank, size, backend, options):
+def _bert(rank, size, backend, options, compile_=None):
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -44,7 +44,7 @@ def _bert(rank, size, backend, options):
         return DDP(BertForMaskedLM(config), bucket_cap_mb=4000 / 2**20, **options)
 
     eager, ours = make(), make()
-    compiled = torch.compile(ours, backend=backend)
+    compiled = compile_(ours) if compile_ else torch.compile(ours, backend=backend)
     watch = Watch(ours)
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in (eager, ours)]
     for n in range(3):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends import distributed as torchs
 from torch._dynamo.backends.debugging import ExplainWithBackend
-from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -332,7 +331,17 @@ def _nothing_to_cut(rank, size):
     run = torch.compile(nn.Sequential(nn.ReLU(), nn.Tanh()), backend=DDPOptimizer(1, recorder).compile_fn)
     assert torch.equal(run(torch.ones(3)), torch.tanh(torch.ones(3)))
     assert len(recorder.graphs) == 1
-    counters.clear()
+
+    class Random(nn.Module):
+        def forward(self):
+            return torch.randn(3) * torch.randn(3)
+
+    for backend in ("aot_eager", "inductor"):
+        recorder = Recorder(backend)
+        run = torch.compile(Random(), backend=DDPOptimizer(1, recorder).compile_fn)
+        torch.manual_seed(1)
+        assert run().shape == (3,)
+        assert len(recorder.graphs) == 1
     empty = torch.compile(lambda: torch.distributed.get_world_size(), backend=DDPOptimizer(1, recorder).compile_fn)
     assert empty() == 1
 

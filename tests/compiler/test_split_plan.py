@@ -12,12 +12,13 @@ from torch._dynamo.backends.debugging import ExplainWithBackend
 from torch._dynamo.utils import counters
 
 import paceline
-from paceline import DDP
+from paceline import DDP, MixedPrecision
 from paceline.compiler.record import records_of
 from tests.compiler._compare import batch, compare, in_sync, plain_step, same_grads, stack
 from tests.compiler._split import Recorder
 from tests.compiler.test_entries import Broken
-from tests.compiler.test_in_graph import Normed, Tied
+from tests.compiler.test_in_graph import Checkpointed, Normed, Tied
+from tests.compiler.test_models import WARNINGS, Selective, _bert
 
 # A layer of `stack()` is 576 bytes, with its bias: one bucket each.
 LAYER = 8 * 8 * 8 + 8 * 8
@@ -45,19 +46,47 @@ def _gradients(rank, size, backend, kind):
     return len(recorder.graphs), seen
 
 
-@pytest.mark.parametrize("kind", [stack, Normed, Tied, Broken])
+@pytest.mark.parametrize("kind", [stack, Normed, Tied, Broken, Checkpointed, Selective])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_are_those_of_eager_training(ranks, backend, kind):
     for parts, seen in ranks(_gradients, backend, kind):
         assert seen.rounds[-1] == seen.buckets
-        # As many as there are buckets, or twice if the plan was made anew.
-        assert parts >= seen.buckets > 1
+        # As many as there are buckets, or twice if the plan was made anew. A checkpoint of two layers is not cut.
+        assert parts >= (2 if kind is Selective else seen.buckets) > 1
 
 
 @pytest.mark.timeout(600)
 def test_gradients_in_inductor(ranks):
     for parts, seen in ranks(_gradients, "inductor", stack, timeout=500):
         assert parts == seen.buckets == 4
+
+
+def _bert_in_parts(rank, size, options):
+    recorder = Recorder("aot_eager")
+    seen = _bert(rank, size, None, options, compile_=split(recorder))
+    return len(recorder.graphs), seen
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static_graph"])
+def test_bert_in_parts(ranks, options):
+    for parts, seen in ranks(_bert_in_parts, options, allow_warnings=WARNINGS, timeout=560):
+        assert parts > 2
+        assert seen.rounds[-1] == seen.buckets > 2
+
+
+def _mixed(rank, size):
+    config = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    recorder = Recorder("aot_eager")
+    seen = compare(rank, stack, compile=split(recorder), bucket_cap_mb=LAYER / 2**20, mixed_precision=config)
+    # Each part casts what it uses.
+    assert recorder.calls("linear") == [1, 1, 1, 1]
+    assert recorder.calls("to") == [3, 2, 2, 2]
+    return seen
+
+
+def test_mixed_precision_casts_belong_to_the_part_that_uses_them(ranks):
+    assert all(seen.rounds[-1] == seen.buckets == 4 for seen in ranks(_mixed))
 
 
 class EightLayers(nn.Module):

@@ -186,7 +186,39 @@ def test_what_crosses_a_cut(ranks, backend):
 
 @pytest.mark.timeout(600)
 def test_what_crosses_a_cut_in_inductor(ranks):
-    ranks(_crosses, "inductor", [Three, Mean, Tuple, Mutated], world_size=1, timeout=500)
+    ranks(_crosses, "inductor", [Symbol, Three, Mean, Tuple, Mutated], world_size=1, timeout=500)
+
+
+def _integers(rank, size):
+    """Each part is given the integers that its shapes depend on, also if it does not name them."""
+    with torch._dynamo.config.patch(**DATA_DEPENDENT):
+        for kind in (Symbol, Indirect, Unbound):
+            options, batches, _ = CASES[kind]
+            _, recorder = cut_and_compare(kind(), *batches, **options)
+            for inputs in recorder.examples[1:]:
+                assert [type(value) for value in inputs].count(torch.SymInt) == 1, kind
+
+
+def test_parts_are_given_the_integers_that_their_shapes_depend_on(ranks):
+    ranks(_integers, world_size=1)
+
+
+def _notes(rank, size):
+    """What AOTAutograd has noted of a part is there when its backward is compiled, after all other forwards."""
+    seen = []
+
+    def note(gm, example_inputs):
+        seen.append((TracingContext.get(), TracingContext.get().fw_metadata))
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=lambda gm, inputs: make_boxed_func(gm.forward))
+    cut_and_compare(Symbol(), (rows(),), backend=backend, dynamic=True)
+    assert len(seen) == 3
+    assert all(context.fw_metadata is noted for context, noted in seen)
+
+
+def test_the_backward_of_a_part_knows_its_forward(ranks):
+    ranks(_notes, world_size=1)
 
 
 def _float_attribute(rank, size, backend):

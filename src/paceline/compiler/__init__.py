@@ -6,8 +6,8 @@
 - ``catch``: getting hold of that graph, whatever the backend
 - ``run``: what is called instead of the compiled graph: the wrapper's part around it
 - ``backend``: saying it explicitly: the backend ``paceline``, and ``paceline.compile``
-- ``split``: cutting graphs where buckets end, for backends that need it: ``cut`` (where), ``part`` (the graphs),
-  ``chain`` (compiling and running them)
+- ``split``: cutting graphs where buckets end, for backends that need it: ``cut`` (where; ``preparation`` sees to
+  it that casts do not matter), ``part`` (the graphs), ``chain`` (compiling and running them)
 - ``agreement``: ranks compile the same frames at the same time; ``meeting`` (how they talk), ``shapes`` (what they have
   seen), ``fingerprint`` (which graph it is), ``once`` (one rank compiles for all)
 - ``record``: what was compiled, and why something was not

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from paceline.compiler.record import GraphRecord, note
 from paceline.compiler.run import Run
 from paceline.compiler.split import PlanSplit
 from paceline.errors import BadArgumentError
-from paceline.reducer import Reducer
 
 CompileFunction = Callable[..., Callable[..., Any]]
 
@@ -55,8 +53,14 @@ class Backend:
             note(reducer, record)
         if tapped.positions and not options:
             options = _torch.options_that_keep_order(self.inner)
-        with _telling(tapped.reducers):
+        try:
             compiled = self.inner(gm, example_inputs, **options)
+        except Exception as error:
+            # Others may be waiting for this rank in a collective of the step that it cannot take part in.
+            for reducer in tapped.reducers:
+                if reducer.channel.size > 1:
+                    reducer.channel.report("compiling", error)
+            raise
         if not marks and not tapped.positions:
             return compiled
         return Run(
@@ -81,21 +85,8 @@ class Backend:
         )
         for reducer in parts.reducers:
             note(reducer, record)
-        with _telling(parts.reducers):
-            parts.compile(gm, example_inputs, functools.partial(self.inner, **options))
+        parts.compile(gm, example_inputs, functools.partial(self.inner, **options))
         return Run(parts, parts, marks=marks, positions=[], params=[], on_mismatch=record.mismatch)
-
-
-@contextlib.contextmanager
-def _telling(reducers: Sequence[Reducer]) -> Iterator[None]:
-    """If it fails: others may be waiting for this rank in a collective of the step that it cannot take part in."""
-    try:
-        yield
-    except Exception as error:
-        for reducer in reducers:
-            if reducer.channel.size > 1:
-                reducer.channel.report("compiling", error)
-        raise
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

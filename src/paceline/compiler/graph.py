@@ -95,7 +95,7 @@ def _uses_with_grad(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     What happens to a parameter without (an update in place, say) is to happen to the parameter itself.
     """
     uses: dict[fx.Node, list[fx.Node]] = {}
-    for node, recording in _grad_modes(graph):
+    for node, recording in grad_modes(graph):
         if recording and node.op != "output":
             for source in node.all_input_nodes:
                 if source.op == "placeholder":
@@ -103,7 +103,8 @@ def _uses_with_grad(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return uses
 
 
-def _grad_modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
+def grad_modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
+    """Each node, and whether gradients are recorded there."""
     recording = torch.is_grad_enabled()
     for node in graph.nodes:
         if node.op == "call_function" and node.target is _torch.set_grad_enabled:

@@ -15,6 +15,7 @@ from paceline import _torch, ownership
 from paceline.compiler.chain import Chain, compile_parts
 from paceline.compiler.cut import Body, Bucket, Cut, Params, cut_by_plan, cut_by_size, first_uses
 from paceline.compiler.part import make_parts, value_of
+from paceline.compiler.preparation import bring_to_use
 from paceline.compiler.run import outdate
 from paceline.errors import BadArgumentError
 from paceline.plan import DEFAULT_FIRST_CAP_BYTES
@@ -80,6 +81,8 @@ class PlanSplit:
             and torch.is_grad_enabled()
         }
         reducers = self.reducers
+        inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        bring_to_use(gm.graph, [node for node, value in inputs if any(reducer.reduces(value) for reducer in reducers)])
         self._body = Body(gm.graph)
         params = used_params(gm, example_inputs, lambda param: any(reducer.reduces(param) for reducer in reducers))
         self._first_use = first_uses(self._body, params)
