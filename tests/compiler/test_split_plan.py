@@ -242,6 +242,12 @@ def _explained(rank, size):
     (record,) = records_of(ddp._reducer)
     assert [reason.reason for reason in found.break_reasons] == record.cuts
     assert all(f"{n}.bias, {n}.weight" in cut for n, cut in zip((2, 4, 6), record.cuts, strict=True))
+    ours = paceline.explain(ddp, batch(rank), split=True)
+    assert [len(graph.cuts) for graph in ours.graphs] == [3]
+    assert all(cut in str(ours) for cut in ours.graphs[0].cuts)
+    assert "reported by no graph, as graphs are split: 0.weight" in str(ours)
+    # The gradients of a part come when its backward ends, and buckets leave: all but the last before the end.
+    assert [departure.fraction < 1 for departure in ours.departures] == [True, True, True, False]
 
 
 def test_explain_shows_where_a_wrapper_was_cut(ranks):

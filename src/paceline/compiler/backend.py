@@ -82,6 +82,7 @@ class Backend:
             n_nodes=len(gm.graph.nodes),
             starts=any(kind == "enter" for kind, _ in marks),
             cuts=list(map(str, parts.cuts)),
+            untapped={name: "graphs are split" for bucket in parts.buckets for name in bucket.params},
         )
         for reducer in parts.reducers:
             note(reducer, record)

@@ -42,7 +42,7 @@ class Explanation:
         for number, graph in enumerate(self.graphs):
             n_params = sum(map(len, graph.taps))
             lines.append(f"  graph {number}: {graph.n_nodes} nodes, {n_params} parameters in {len(graph.taps)} reports")
-            lines += [f"    {reason}" for reason in graph.reasons]
+            lines += [f"    {reason}" for reason in (*graph.cuts, *graph.reasons)]
         lines += [f"  break ({count}x): {reason.splitlines()[0]}" for reason, count in self.breaks.items()]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.untapped.items():
@@ -52,11 +52,19 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(model: nn.Module, *inputs: Any, backend: str | CompileFunction = "aot_eager", **kwargs: Any) -> Explanation:
+def explain(
+    model: nn.Module,
+    *inputs: Any,
+    backend: str | CompileFunction = "aot_eager",
+    split: bool = False,
+    **kwargs: Any,
+) -> Explanation:
     """Compile ``model``, a wrapper, and run two steps of it on ``inputs``; on every rank of its group.
 
     Gradients are as they were afterwards; buffers are not (a BatchNorm counts the batches). Graphs compiled before
     stay as they are. The loss is the sum of all outputs, so what does not reach the outputs counts as unused.
+
+    With ``split`` graphs are cut where buckets end, as ``paceline.compile(..., split=True)`` does.
 
     >>> print(paceline.explain(ddp, inputs))  # doctest: +SKIP
     """
@@ -74,7 +82,7 @@ def explain(model: nn.Module, *inputs: Any, backend: str | CompileFunction = "ao
 
     # A piece of code of its own, whose compilations are not counted with anybody else's.
     forward.__code__ = forward.__code__.replace()
-    run = torch.compile(forward, backend=Backend(_torch.find_backend(backend)))
+    run = torch.compile(forward, backend=Backend(_torch.find_backend(backend), split=split))
     kept = [(param, None if param.grad is None else param.grad.clone()) for param in wrapper.parameters()]
     for _ in range(2):
         # Twice: the first one compiles, and learns the order of the buckets.
