@@ -47,6 +47,7 @@ model: install
 soak: install
 	$(BIN)/python -m tests.transport.killing --runs 200
 	$(BIN)/python -m tests.transport.fuzz --programs 2000
+	$(BIN)/python -m tests.multirank.fault_scripts --runs 1000
 
 # The shared-memory transport: all-reduce by size, and training.
 bench-shm: install

@@ -175,7 +175,7 @@ def _tell_after(ddp: DDP, seen: io.StringIO) -> None:
 @pytest.mark.parametrize("mode", ["observe", "enforce"])
 def test_a_rank_in_its_data_loader(ranks: Ranks, mode: str) -> None:
     try:
-        told = ranks(_hang, "loader", mode, timeout=120, settle_s=2)[0]
+        told = ranks(_hang, "loader", mode, timeout=120, clean_s=1)[0]
     except RankError as error:
         # Enforced: rank 1 comes to a collective that rank 0 has left.
         assert mode == "enforce"
@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_answer(ranks: Ranks, how: str, words: str) -> None:
 
 def test_ranks_that_start_different_collectives(ranks: Ranks) -> None:
     try:
-        told = ranks(_hang, "parted", "enforce", timeout=120, settle_s=2)[0]
+        told = ranks(_hang, "parted", "enforce", timeout=120, clean_s=1)[0]
     except RankError as error:
         told = error.results[0]
     assert "Ranks parted at collective" in told["told"]

@@ -275,7 +275,14 @@ class Channel:
                 return True
 
             self._wait(attempt, doing)
-        return future.wait()
+        try:
+            return future.wait()
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            if not _is_of_a_backend(error):
+                raise
+            raise self._broken(doing, error) from error
 
     def _wait(self, attempt: Callable[[float], bool], doing: str, excuse: Callable[[], bool] | None = None) -> None:
         start = time.monotonic()
@@ -359,6 +366,11 @@ class Channel:
             others = self.inquiries.gone() or [r for r in others if not self._board.has(f"survivor/{r}")]
             time.sleep(0.05)
         return others
+
+
+def _is_of_a_backend(error: RuntimeError) -> bool:
+    """Whether a future failed because a connection did; what else it holds is the user's callback's."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("Connection", "gloo/", "Socket"))
 
 
 def _first_sentence(error: Exception) -> str:

@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Phase = Literal["forward", "backward", "comm_hook"]
-Action = Literal["raise", "exit"]
+Phase = Literal["loader", "forward", "backward", "comm_hook", "optimizer"]
+Action = Literal["raise", "exit", "kill", "stop", "hold_lock"]
 
 _EXIT_CODE = 17
 
@@ -38,7 +40,8 @@ class Fault:
     # Counted from 0: calls of the layer's forward (or backward), or rounds of all buckets for a comm hook.
     step: int
     phase: Phase
-    # "exit" ends the process without a word, as a crash or an out-of-memory kill does.
+    # "exit" and "kill" end the process without a word, as a crash or an out-of-memory kill does; "stop" is SIGSTOP;
+    # "hold_lock" never returns from C and keeps the interpreter lock.
     action: Action = "raise"
 
     def layer(self) -> nn.Module:
@@ -58,12 +61,31 @@ class Fault:
 
         return failing_hook
 
+    def optimizer_hook(self) -> Callable[..., None]:
+        """For ``optimizer.register_step_pre_hook``: fails when the optimizer is about to step."""
+        step = 0
+
+        def failing_step(*_: object) -> None:
+            nonlocal step
+            now, step = step, step + 1
+            self.strike("optimizer", now)
+
+        return failing_step
+
     def strike(self, phase: Phase, step: int) -> None:
         """Fail if this is the phase, the step and the rank."""
         if (phase, step, dist.get_rank()) != (self.phase, self.step, self.rank):
             return
-        if self.action == "exit":
-            os._exit(_EXIT_CODE)
+        match self.action:
+            case "exit":
+                os._exit(_EXIT_CODE)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hold_lock":
+                # A read that a signal does not end, from a pipe that nobody writes to.
+                ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
         raise InjectedFaultError(f"injected: rank {self.rank}, step {self.step}, {self.phase}")
 
 

@@ -79,10 +79,11 @@ class RankPool:
     every rank and run, with warnings as errors. ``run`` is not thread-safe.
     """
 
-    def __init__(self, *, max_world_size: int = 4) -> None:
+    def __init__(self, *, max_world_size: int = 4, preload: tuple[str, ...] = ()) -> None:
+        """``preload`` names modules that every rank has from its start, if this is the first pool of the process."""
         self._max_world_size = max_world_size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["paceline.testing._preloaded"])
+        self._context.set_forkserver_preload([*preload, "paceline.testing._preloaded"])
         self._ranks: dict[int, _Rank] = {}
         self._runs = itertools.count()
         self._store: Any = None
@@ -97,14 +98,16 @@ class RankPool:
         backend: str | None = "gloo",
         group_timeout_s: float = 300,
         settle_s: float = 10,
+        clean_s: float = 10,
         seed: int = 0,
         allow_warnings: tuple[tuple[str, type[Warning]], ...] = (),
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on each rank and return the results by rank.
 
         ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run;
-        once a rank has failed, the others have ``settle_s`` to end too. ``backend=None`` starts no
-        process group. Raises ``RankError`` if any rank fails; never hangs.
+        once a rank has failed, the others have ``settle_s`` to end too. A rank that does not let go of its group
+        within ``clean_s`` of a good run is replaced. ``backend=None`` starts no process group. Raises
+        ``RankError`` if any rank fails; never hangs.
         """
         __tracebackhide__ = True  # pytest: show the ranks' tracebacks, not this function
         if not 1 <= world_size <= self._max_world_size:
@@ -126,7 +129,7 @@ class RankPool:
                     process.show_log()
             if failures:
                 raise RankError(failures, results)
-            used_up = self._clean_up(ranks, deadline=time.monotonic() + settle_s)
+            used_up = self._clean_up(ranks, deadline=time.monotonic() + clean_s)
             return [results[rank] for rank in range(world_size)]
         finally:
             for rank in used_up:
