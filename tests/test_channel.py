@@ -53,7 +53,7 @@ def test_news_is_put_in_words() -> None:
     assert str(Failure(3, "backward", "KeyError", "")) == "rank 3 raised in backward: KeyError"
     told = str(Failure(3, "forward", "KeyError", "'x'", line="train.py:88 in load"))
     assert told == "rank 3 raised in forward: KeyError: 'x' (train.py:88 in load)"
-    assert str(Failure(3, "forward", "", "its process ended", lost=True)) == "rank 3 is gone: its process ended"
+    assert str(Failure(3, "forward", "", "Rank 3 is gone", lost=True)) == "Rank 3 is gone"
 
 
 @pytest.mark.parametrize(

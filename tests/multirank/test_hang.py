@@ -65,7 +65,7 @@ def test_ranks_that_parted_are_named_by_the_first_collective_that_differs() -> N
 def test_a_rank_of_which_nothing_is_known_is_named() -> None:
     told = explain({0: Position(5, 1, waiting="x", recent=AHEAD), 1: None}, 2)
     assert told.ranks == (1,)
-    assert "rank 1: nothing is known of it" in told.lines
+    assert "rank 1: nothing is known of it" in str(told)
     told = explain({0: Position(5, 1, waiting="x"), 1: Position(5, 1, waiting="x")}, 2)
     assert told.ranks == ()
     assert "All ranks wait in collective 5" in told.cause
@@ -216,6 +216,36 @@ def test_ranks_that_start_different_collectives(ranks: Ranks) -> None:
     assert "Ranks parted at collective" in told["told"]
     assert "rank 0 started all-reduce of bucket 0" in told["told"]
     assert "rank 1 started broadcast of parameters or buffers, 5 x torch.float32" in told["told"]
+
+
+def _own_collective(rank: int, size: int) -> str:
+    """Rank 0 calls a collective itself, to which rank 1 comes only when that was noticed."""
+    ddp = DDP(nn.Linear(2, 2))
+    seen = io.StringIO()
+    tell = hang._watch._tell_of_raw_collective
+
+    def tell_and_go_on(*args: Any) -> None:
+        with mock.patch("sys.stderr", seen):
+            tell(*args)
+        _store().set("told", "")
+
+    if rank == 1:
+        _until_told()
+    with (
+        mock.patch.object(hang, "_settings", HangWatch("observe", 1.0)),
+        mock.patch.object(hang._watch, "_tell_of_raw_collective", tell_and_go_on if rank == 0 else lambda *args: None),
+    ):
+        dist.barrier()
+    assert ddp.channel.heard is None
+    return seen.getvalue()
+
+
+def test_a_collective_that_the_user_called_and_that_does_not_end(ranks: Ranks) -> None:
+    told = ranks(_own_collective, timeout=120)[0]
+    assert "has been in torch.distributed.barrier for" in told
+    assert "in _own_collective" in told
+    assert "rank 1" in told
+    assert "in _until_told" in told
 
 
 def _end_well(rank: int, size: int) -> str:

@@ -180,8 +180,13 @@ class Channel:
         """Tell the others that this rank raised; never raises itself. ``final``: it ends the program."""
         if self.size > 1:
             failure = failure_of(self.rank, where, error, final=final)
-            self._news.report(failure, nameless=error is None)
             self.progress.fail(str(failure))
+            if isinstance(error, PeerError):
+                # An echo: the others should hear the cause, and hear it once.
+                with contextlib.suppress(dist.DistError):
+                    self._give_up(self.rank if error.rank is None else error.rank, where, str(error))
+            else:
+                self._news.report(failure, nameless=error is None)
 
     def retract(self) -> None:
         """This rank goes on after all: the exception was caught and the step is being tried again."""
@@ -329,9 +334,15 @@ class Channel:
         report = self.inquiries.report()
         text = f"Rank {self.rank} has waited {waited_s:.0f} s in {doing}. {report}"
         if self._hang.mode == "enforce":
+            if report.ranks:
+                self._give_up(report.ranks[0], doing, report.cause)
             raise RankLostError(text, rank=report.ranks[0] if report.ranks else None)
         if self.rank == min(set(range(self.size)) - set(report.ranks), default=0):
             print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+    def _give_up(self, rank: int, doing: str, why: str) -> None:
+        """Let the others raise for the same reason: from here on this rank does not join them any more."""
+        self._news.give_up(Failure(rank, doing, "", why[:MESSAGE_LIMIT].rstrip("."), final=True, lost=True))
 
     def _broken(self, doing: str, error: RuntimeError) -> RankLostError:
         """What has happened, now that a backend gave up a collective: a rank is gone, or ranks took different paths."""
@@ -345,8 +356,8 @@ class Channel:
             lost = list(parted.ranks) if parted is not None else self._who_is_lost()
             if len(lost) == 1:
                 # The others hear it from here, should their own connection be to one that goes on waiting.
-                why = parted.cause if parted is not None else "its process has ended, or its connection broke"
-                self._news.give_up(Failure(lost[0], doing, "", why, final=True, lost=True))
+                gone = f"Rank {lost[0]} is gone: its process has ended, or its connection broke"
+                self._give_up(lost[0], doing, parted.cause if parted is not None else gone)
         who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
         if parted is not None:
             why = f"{parted}\nThe backend could not match them while"
@@ -370,10 +381,13 @@ class Channel:
 
 def _is_of_a_backend(error: RuntimeError) -> bool:
     """Whether a future failed because a connection did; what else it holds is the user's callback's."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("Connection", "gloo/", "Socket"))
+    # A future hands on the text of an error that passed through a callback, and not the error.
+    words = ("Connection", "gloo/", "Socket", RankLostError.__name__)
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def _first_sentence(error: Exception) -> str:
     """A backend's own words without the places in its source and the hints that follow them."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = text.rpartition("running the callback: ")[2]
     return text.rpartition("] ")[2].split(". ")[0].rstrip(".")

@@ -27,11 +27,11 @@ class Failure:
     final: bool = False
     """It ends the program: nobody will take it back."""
     lost: bool = False
-    """The rank itself said nothing: others noticed that it is gone."""
+    """The rank itself said nothing: others noticed that it is gone, or stuck, and the message says so in full."""
 
     def __str__(self) -> str:
         if self.lost:
-            return f"rank {self.rank} is gone: {self.message}"
+            return self.message
         cause = f"{self.type}: {self.message}" if self.message else self.type
         return f"rank {self.rank} raised in {self.where}: {cause}" + (f" ({self.line})" if self.line else "")
 

@@ -7,6 +7,7 @@ other ranks hear of it at once instead of when the process, which may take its t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -19,9 +20,10 @@ from typing import Protocol
 from paceline.control import jobs
 from paceline.control.user_code import user_frames
 from paceline.errors import PeerError
+from paceline.options import environment
 
 END_S = 5.0
-"""How long a program that another rank's failure ends may take for it, from when its error was shown."""
+"""How long a program that another rank's failure ends may take for it."""
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -50,6 +52,21 @@ def speak_for(speaker: Speaker) -> None:
         _hook = sys.excepthook = _chain(sys.excepthook)
 
 
+def _tell_torchrun(error: BaseException) -> None:
+    """Have torchrun's summary, which is what a person reads first, show the first cause and not only an exit code."""
+    if environment("TORCHELASTIC_ERROR_FILE"):
+        traceback = error.__traceback__
+        try:
+            # It asks Python for the exception that is being handled.
+            raise error
+        except BaseException:
+            with contextlib.suppress(Exception):
+                from torch.distributed.elastic.multiprocessing.errors import ErrorHandler  # here: seldom needed
+
+                ErrorHandler().record_exception(error)
+        error.__traceback__ = traceback
+
+
 def _end_soon() -> None:
     """See to it that the process ends: a backend whose collective will never end waits for it when it is destroyed.
 
@@ -75,11 +92,15 @@ def _chain(before: ExceptHook) -> ExceptHook:
             # Not told again, being an echo. Where in torch and in here this rank waited is not what a person looks for.
             error.__cause__, error.__suppress_context__ = None, True
             traceback = error.__traceback__ = user_frames(traceback)
-        before(kind, error, traceback)
-        if isinstance(error, PeerError):
             for speaker in list(_speakers):
+                # The first cause is read first, and ends first.
                 with contextlib.suppress(Exception):
                     speaker.linger(error.rank)
-            _end_soon()
+        before(kind, error, traceback)
+        if isinstance(error, PeerError):
+            # Once it does end: a prompt calls this hook too, and goes on.
+            atexit.register(_end_soon)
+        else:
+            _tell_torchrun(error)
 
     return hook

@@ -113,7 +113,7 @@ def explain(positions: Mapping[int, Position | None], size: int) -> Report:
         f"rank {rank}: collective {position.started}; {position.where()}" for rank, position in sorted(known.items())
     ]
     unknown = tuple(rank for rank in range(size) if rank not in known)
-    lines += [f"rank {rank}: nothing is known of it" for rank in unknown]
+    lines += [f"rank {rank}: nothing is known of it; it may have let go of its wrapper" for rank in unknown]
     parted = _divergence(known)
     cause, ranks = parted or _behind(known, unknown)
     return Report(cause, ranks, tuple(lines), parted=parted is not None)

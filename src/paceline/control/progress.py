@@ -74,7 +74,7 @@ class Progress:
         _WHO.pack_into(memory, 0, MAGIC, os.getpid(), birth(os.getpid()), rank, size, wrapper, stack_signal, host)
         self._write_state()
         if self.path is not None:
-            self._gone = weakref.finalize(self, jobs.remove, self.path)
+            weakref.finalize(self, _remove, self.path, os.getpid())
 
     def start(self, kind: str, what: str, tensor: Tensor) -> None:
         """A collective is about to be started."""
@@ -101,6 +101,12 @@ class Progress:
 
     def _write_state(self) -> None:
         _STATE.pack_into(self._memory, _STATE_AT, self.started, self.step, self.waiting_since, time.time())
+
+
+def _remove(path: Path, pid: int) -> None:
+    # A fork drops its copy, and is not the rank.
+    if os.getpid() == pid:
+        jobs.remove(path)
 
 
 def _map(path: Path | None) -> mmap.mmap:
