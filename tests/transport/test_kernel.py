@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,29 @@ def test_jobs_run_in_order(run: RankRunner) -> None:
 
 def test_a_job_nobody_holds_keeps_its_memory(run: RankRunner) -> None:
     values(run(2, programs.keeps_memory_of_dropped_jobs))
+
+
+def test_memory_is_kept_if_the_caller_is_interrupted_before_it_has_the_job() -> None:
+    """A signal's exception may come between the kernel's return and the next instruction of Python."""
+
+    def started_and_interrupted(*arguments: object) -> None:
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    with segment_path() as path:
+        control = Segment(path, control_nbytes(1), create=True)
+        channel = _open(control, size=1)
+        submit = channel._library.pl_all_reduce
+        tensor = torch.ones(1000)
+        kept = weakref.ref(tensor)
+        at = tensor.data_ptr()
+        with pytest.raises(KeyboardInterrupt):
+            channel._collective(started_and_interrupted, at, at, 1000, 0, Op.SUM, 1.0, 60.0, inline=False, keep=tensor)
+        del tensor
+        channel.barrier(timeout_s=60, inline=True).wait()
+        assert kept() is not None
+        channel.close()
+        assert kept() is None
 
 
 def test_several_threads_may_submit(run: RankRunner) -> None:

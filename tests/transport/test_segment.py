@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import stat
+import threading
 import weakref
 from multiprocessing.connection import Connection
 
@@ -167,6 +168,42 @@ def test_a_segment_of_a_killed_process_is_removed_by_the_next() -> None:
         assert not os.path.lexists(_path(stale))
         segment.remove_stale()
         assert os.path.lexists(_path(living.name))
+
+
+def test_who_looks_for_stale_ones_is_not_in_the_way_of_who_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look ends with closing the file, and that would drop locks taken in between: so nothing opens in between."""
+    looking, looked, opened = threading.Event(), threading.Event(), threading.Event()
+    names: list[str] = []
+
+    def look(name: str) -> None:
+        names.append(name)
+        looking.set()
+        looked.wait(60)
+
+    def open_and_close() -> None:
+        with Segment.open(mine.name, nbytes=NBYTES):
+            opened.set()
+
+    with Segment.create(NBYTES) as mine:
+        monkeypatch.setattr(segment, "_remove_if_stale", look)
+        # As if another process had made it.
+        segment._open_here.discard(mine.name)
+        looks = threading.Thread(target=segment.remove_stale)
+        looks.start()
+        assert looking.wait(60)
+        opens = threading.Thread(target=open_and_close)
+        opens.start()
+        assert not opened.wait(0.2)
+        looked.set()
+        for thread in (looks, opens):
+            thread.join(60)
+        assert opened.is_set()
+        assert mine.name in names
+        names.clear()
+        # Who has it open has it in the list before it is opened.
+        segment._note_open(mine.name)
+        segment.remove_stale()
+        assert mine.name not in names
 
 
 def _lock_is_held(path: str) -> bool:

@@ -122,6 +122,25 @@ def outlives_its_group(rank, world_size):
     assert memory.eq(8.0).all()
 
 
+@case(2, shm_only=ONLY)
+def is_forgotten_before_it_is_unmapped(rank, world_size):
+    """Afterwards its addresses may be those of other memory, which is not shared."""
+    arenas = dist.group.WORLD.arenas
+    memory = _allocate(1 << 20)
+    where = f"{memory.data_ptr():x}-"
+    forget, mapped = arenas.forget, []
+
+    def look_and_forget(number: int) -> None:
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            mapped.append(any(line.startswith(where) for line in maps))
+        forget(number)
+
+    arenas.forget = look_and_forget
+    del memory
+    gc.collect()
+    assert mapped == [True]
+
+
 @case(4, shm_only=ONLY)
 def of_a_subgroup(rank, world_size):
     members = [1, 3] if rank % 2 else [0, 2]

@@ -147,6 +147,22 @@ static void step_all_gather(rank_thread *t, uint64_t step) {
     free((void *)send);
 }
 
+/* As many as it likes from each; what came belongs to the job. */
+static void step_gather_unequal(rank_thread *t, uint64_t step) {
+    const uint64_t base = draw_count(t);
+    int32_t *sent = filled(t->rank, base + 3 * (uint64_t)t->rank, step);
+    pl_job *job = pl_gather_unequal(t->channel, sent, (base + 3 * (uint64_t)t->rank) * 4, PL_ALL_GATHER, PL_I32, TIMEOUT_S);
+    CHECK(job && pl_job_wait(job, 1e30) == PL_OK, "gather_unequal");
+    for (int r = 0; r < size; r++) {
+        uint64_t nbytes;
+        const int32_t *x = pl_job_part(job, r, &nbytes);
+        CHECK(nbytes == (base + 3 * (uint64_t)r) * 4, "size of a part");
+        for (uint64_t i = 0; i < nbytes / 4; i++) CHECK(x[i] == element(r, i, step), "part");
+    }
+    pl_job_release(job);
+    free(sent);
+}
+
 static void step_reduce_scatter(rank_thread *t, uint64_t step) {
     const uint64_t base = draw_count(t) / 2;
     uint64_t sends[PL_MAX_RANKS], counts[PL_MAX_RANKS];
@@ -197,13 +213,14 @@ static void step_disagree(rank_thread *t) {
 static void run_program(rank_thread *t) {
     for (int i = 0; i < steps; i++) {
         const uint64_t step = (uint64_t)i * 17;
-        switch (draw(t, 8)) {
+        switch (draw(t, 9)) {
         case 0: case 1: step_all_reduce(t, step); break;
         case 2: step_queue(t, step); break;
         case 3: step_all_to_all(t, step); break;
         case 4: step_all_gather(t, step); break;
         case 5: step_reduce_scatter(t, step); break;
         case 6: step_messages(t, step); break;
+        case 7: step_gather_unequal(t, step); break;
         default: step_disagree(t); break;
         }
     }
