@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One thread a rank: two ranks share the two cores of the machines we run on.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install train test check conformance collectives sanitize model soak bench bench-shm bench-compile clean
+.PHONY: install train test check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile clean
 
 install: $(STAMP)
 
@@ -58,6 +58,10 @@ bench-shm: install
 bench-compile: install
 	$(BIN)/python -m benchmarks --suite compile --budget 20 --out benchmarks/results/compile
 	$(BIN)/python -m benchmarks.buckets --out benchmarks/results/compile
+
+# What the control channel costs a step.
+bench-control: install
+	$(BIN)/python -m benchmarks.control $(ARGS)
 
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("matplotlib", reason="the bench extra is not installed")
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import control  # noqa: E402
 from benchmarks.collectives import settings as collectives  # noqa: E402
 from benchmarks.collectives.judge import Curve, points, sentences  # noqa: E402
 from benchmarks.collectives.methods import METHODS  # noqa: E402
@@ -228,3 +229,20 @@ def test_footprint_counts_gradients_and_a_second_copy_of_them() -> None:
         assert found.held_bytes // size == 2 + copies
         assert found.idle_bytes // size == 1 + copies
         assert found.peak_bytes >= found.held_bytes
+
+
+@pytest.mark.parametrize(("bookkeeping_s", "verdict"), [(2e-6, "kept"), (2e-3, "EXCEEDED")])
+def test_the_control_channel_is_held_to_its_bound(bookkeeping_s: float, verdict: str) -> None:
+    found = {
+        "step_s": 0.1,
+        "watched_step_s": 0.1,
+        "verified_step_s": 0.11,
+        "held_bytes": 2.0**20,
+        "collectives": 2.0,
+        "bookkeeping_s": bookkeeping_s,
+        "look_s": 1e-4,
+        "agree_s": 1e-3,
+    }
+    told = dict(control.rows(found))
+    assert told["bound"] == f"500 us: {verdict}"
+    assert told["the same with verify_every=100"] == "0.100% of a step"
