@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One thread a rank: two ranks share the two cores of the machines we run on.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install train test check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile clean
+.PHONY: install train test test-compiler check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile clean
 
 install: $(STAMP)
 
@@ -21,7 +21,11 @@ train: install
 	$(BIN)/python -m paceline train $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/compiler
+
+# Compiled training: nearly as long as all others together, since every case compiles.
+test-compiler: install
+	$(BIN)/python -m pytest tests/compiler
 
 check: install
 	$(BIN)/ruff check .
