@@ -25,7 +25,7 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.FAILURE: (3, "forward", "KeyError", 'quotes " \\ \n lines, ünïcødé \U0001f6b4', "train.py:88 in load", 1),
     Kind.REPLAN: (1, 12, "'first.weight' was frozen"),
     Kind.WORDS: ("",),
-    Kind.POSITION: (1, 2, "a", "b", "c", "d", ("x", b"y", 3)),
+    Kind.POSITION: (1, 2, 3, "a", "b", "c", "d", ("x", b"y", 3)),
 }
 
 

@@ -248,6 +248,55 @@ def test_a_collective_that_the_user_called_and_that_does_not_end(ranks: Ranks) -
     assert "in _until_told" in told
 
 
+def _one_of_four(rank: int, size: int) -> str:
+    """Three ranks wait for one, and ask where the others are at the same time."""
+    with mock.patch.object(hang, "_settings", HangWatch("enforce", 1.0)):
+        ddp = DDP(nn.Linear(4, 2))
+    for _ in range(2):
+        ddp(torch.ones(1, 4)).sum().backward()
+    if rank == 2:
+        _get_stuck("loader", ddp)
+        return ""
+    try:
+        # Patient, so that a slow machine is not taken for a rank that does not answer.
+        with mock.patch.object(hang, "ANSWER_S", 20.0):
+            ddp(torch.ones(1, 4)).sum().backward()
+    except RankLostError as error:
+        if _store().add("done", 1) == size - 1:
+            _store().set("told", "")
+        return f"{error} ({error.rank})"
+    return ""
+
+
+def test_ranks_that_ask_at_the_same_time_are_all_answered(ranks: Ranks) -> None:
+    told = ranks(_one_of_four, world_size=4, timeout=120, clean_s=1)
+    for rank in (0, 1, 3):
+        assert "Rank 2 has not started all-reduce of bucket 0" in told[rank]
+        assert "it is in data loading at " in told[rank]
+        assert told[rank].endswith("(2)")
+        assert "interpreter lock" not in told[rank]
+
+
+def test_calls_that_follow_each_other_are_not_one_that_lasts() -> None:
+    watch = hang._Watch()
+    told: list[str] = []
+
+    def call(n_looks: int) -> None:
+        for _ in range(n_looks):
+            watch._look_at_main_thread()
+
+    with (
+        mock.patch.object(hang, "_settings", HangWatch("observe", 1e-9)),
+        mock.patch.object(hang, "collective_frame", lambda frame: frame.f_back),
+        mock.patch.object(watch, "_tell_of_raw_collective", lambda frame, _: told.append(frame.f_code.co_name)),
+    ):
+        for _ in range(50):
+            call(1)
+        assert told == []
+        call(3)
+        assert told == ["call"]
+
+
 def _end_well(rank: int, size: int) -> str:
     ddp = DDP(nn.Linear(2, 2))
     path = str(_directory(ddp.channel))

@@ -1,8 +1,9 @@
 """The hang watch: one thread a process that answers where its rank is, and asks the others when nothing happens.
 
 An *inquiry* is a number that somebody counts up in the store. Every rank's thread looks at it now and then and puts up
-its position; who asked reads them, and for ranks that do not answer looks at their file and their process. Off the path
-of a step: it is the thread's connection to the store, and its time.
+its position with that number, which answers all inquiries up to it; who asked reads them, and for ranks that do not
+answer looks at their file and their process. Off the path of a step: it is the thread's connection to the store, and
+its time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -23,7 +25,7 @@ from paceline.control import stacks
 from paceline.control.board import Board
 from paceline.control.position import Position, Report, explain, of_record, of_this_rank
 from paceline.control.progress import Progress, Record, process_state, read_file
-from paceline.control.user_code import collective_frame, line_of_frame
+from paceline.control.user_code import OWN_COLLECTIVE, collective_frame, line_of_frame
 from paceline.control.wire import Kind
 from paceline.options import HangWatch
 
@@ -52,42 +54,56 @@ class Inquiries:
     def __init__(self, board: Board, progress: Progress, *, rank: int, size: int, directory: Path | None) -> None:
         self.board = board
         self.progress = progress
-        self._rank = rank
+        self.rank = rank
         self._size = size
         self._directory = directory
         self._answered = 0
+        # Who asks answers as well, and not from the watch's thread: no answer may be put over a later one.
+        self._answering = threading.Lock()
 
     def answer(self) -> None:
         """Say where this rank is, if somebody asks."""
-        asked = self.board.store.add("inquiries", 0)
-        if asked > self._answered:
-            self._answered = asked
-            self._put(asked)
+        with self._answering:
+            asked = self.board.store.add("inquiries", 0)
+            if asked > self._answered:
+                told = of_this_rank(self.progress).fields()
+                self.board.put(f"position/{self.rank}", Kind.POSITION, asked, *told)
+                self._answered = asked
 
-    def _put(self, number: int) -> None:
-        self.board.put(f"position/{number}/{self._rank}", Kind.POSITION, *of_this_rank(self.progress).fields())
+    def ask(self, meanwhile: Callable[[], None] | None = None) -> dict[int, Position | None]:
+        """Where every rank is, in `ANSWER_S` or less; None for one of which nothing can be learnt.
 
-    def ask(self) -> dict[int, Position | None]:
-        """Where every rank is, in `ANSWER_S` or less; None for one of which nothing can be learnt."""
+        Others may ask at the same time: ``meanwhile`` answers them, by default on this channel.
+        """
         number = self.board.store.add("inquiries", 1)
-        self._answered = max(self._answered, number)
-        self._put(number)
         found: dict[int, Position | None] = dict.fromkeys(range(self._size))
         deadline = time.monotonic() + ANSWER_S
         while None in found.values() and time.monotonic() < deadline:
+            (meanwhile or self.answer)()
             for rank, position in found.items():
                 if position is None:
-                    fields = self.board.read(f"position/{number}/{rank}", Kind.POSITION)
-                    found[rank] = Position.from_fields(fields) or self._of_the_dead(rank)
+                    found[rank] = self._answer_of(rank, number) or self._of_the_dead(rank)
             time.sleep(20e-3)
         for rank, position in found.items():
             if position is None:
                 found[rank] = self._from_file(rank)
         return found
 
+    def _answer_of(self, rank: int, number: int) -> Position | None:
+        match self.board.read(f"position/{rank}", Kind.POSITION):
+            case (int(answered), *fields) if answered >= number:
+                return Position.from_fields(tuple(fields))
+        return None
+
     def report(self) -> Report:
         """Why nothing happens."""
         return explain(self.ask(), self._size)
+
+    def report_own_collective(self, meanwhile: Callable[[], None]) -> Report | None:
+        """The same, when this rank is in a collective that the user called; None if a lower rank is, and tells."""
+        positions = self.ask(meanwhile)
+        waiting = [rank for rank, position in positions.items() if position and position.activity == OWN_COLLECTIVE]
+        return explain(positions, self._size) if self.rank <= min(waiting, default=self.rank) else None
 
     def divergence(self) -> Report | None:
         """Where ranks parted, if they did."""
@@ -96,7 +112,7 @@ class Inquiries:
 
     def gone(self) -> list[int]:
         """The ranks of this host whose processes have ended."""
-        return [rank for rank in range(self._size) if rank != self._rank and self._of_the_dead(rank) is not None]
+        return [rank for rank in range(self._size) if rank != self.rank and self._of_the_dead(rank) is not None]
 
     def is_running(self, rank: int) -> bool:
         """Whether the process of ``rank`` is on this host and has not ended."""
@@ -136,7 +152,9 @@ class _Watch:
         self._channels: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._ended = threading.Event()
         self._pid = 0
-        self._seen: tuple[int, int] | None = None
+        # The frame itself, which keeps its address from being given to the next call's.
+        self._seen: FrameType | None = None
+        self._seen_at = 0
         self._seen_since = 0.0
         self._told = False
 
@@ -159,37 +177,45 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):
+            self._answer()
             for channel in list(self._channels):
-                # A store that is gone: its group has ended, or its host.
                 with contextlib.suppress(Exception):
-                    channel.inquiries.answer()
                     channel.hear()
+            channel = None  # type: ignore[assignment]  # or the last one would never be collected
             with contextlib.suppress(Exception):
                 self._look_at_main_thread()
-            channel = None  # type: ignore[assignment]  # or the last one would never be collected
+
+    def _answer(self) -> None:
+        for channel in list(self._channels):
+            # A store that is gone: its group has ended, or its host.
+            with contextlib.suppress(Exception):
+                channel.inquiries.answer()
 
     def _look_at_main_thread(self) -> None:
         """Notice a collective that the user called and that does not end: no wait of ours sees it."""
         frame = collective_frame(sys._current_frames().get(threading.main_thread().ident or 0))
         now = time.monotonic()
-        seen = (id(frame), frame.f_lasti) if frame is not None else None
-        if seen is None or seen != self._seen:
-            self._seen, self._seen_since, self._told = seen, now, False
+        if frame is None or frame is not self._seen or frame.f_lasti != self._seen_at:
+            self._seen, self._seen_at = frame, frame.f_lasti if frame is not None else 0
+            self._seen_since, self._told = now, False
             return
         current = settings()
         if current.mode != "off" and not self._told and now - self._seen_since > current.after_s:
             self._told = True
             self._tell_of_raw_collective(frame, now - self._seen_since)
 
-    def _tell_of_raw_collective(self, frame: FrameType | None, waited_s: float) -> None:
-        assert frame is not None
-        print(
-            f"paceline: this process has been in torch.distributed.{frame.f_code.co_name} for {waited_s:.0f} s, called "
-            f"at {line_of_frame(frame)}.",
-            file=sys.stderr,
-        )
+    def _tell_of_raw_collective(self, frame: FrameType, waited_s: float) -> None:
+        """Say who waits for whom, on the lowest rank that waits."""
+        where = f"torch.distributed.{frame.f_code.co_name} for {waited_s:.0f} s, called at {line_of_frame(frame)}"
+        reports: list[Report | None] = []
         for channel in list(self._channels):
-            print(f"paceline: {channel.inquiries.report()}", file=sys.stderr, flush=True)
+            # Of a group that has ended nothing can be learnt; the others shall be heard nevertheless.
+            with contextlib.suppress(Exception):
+                reports.append(channel.inquiries.report_own_collective(self._answer))
+        told = [str(report) for report in reports if report is not None]
+        if told or not reports:
+            told = [f"this process has been in {where}.", *told]
+            print(*(f"paceline: {text}" for text in told), sep="\n", file=sys.stderr, flush=True)
 
 
 _watch = _Watch()

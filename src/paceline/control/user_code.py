@@ -64,6 +64,7 @@ def user_frames(traceback: TracebackType | None) -> TracebackType | None:
     return kept or (frames[0] if frames else None)
 
 
+OWN_COLLECTIVE = "a collective that it called itself"
 # What a thread is at, by the innermost of these that is on its stack.
 _ACTIVITIES = (
     (f"{_TORCH}utils{os.sep}data", "data loading"),
@@ -72,7 +73,7 @@ _ACTIVITIES = (
     (f"{_TORCH}_inductor", "compiling"),
     (f"{_TORCH}serialization.py", "saving or loading"),
     (f"{_TORCH}distributed{os.sep}checkpoint", "saving or loading"),
-    (_COLLECTIVES, "a collective that it called itself"),
+    (_COLLECTIVES, OWN_COLLECTIVE),
     (f"{_TORCH}autograd", "backward"),
     (f"{_TORCH}nn{os.sep}modules", "forward"),
 )

@@ -55,7 +55,7 @@ SCHEMAS: dict[Kind, tuple[type, ...]] = {
     Kind.FAILURE: (int, str, str, str, str, int),
     Kind.REPLAN: (int, int, str),
     Kind.WORDS: (str,),
-    Kind.POSITION: (int, int, str, str, str, str, tuple),
+    Kind.POSITION: (int, int, int, str, str, str, str, tuple),
 }
 
 
