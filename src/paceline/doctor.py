@@ -29,14 +29,15 @@ def doctor(path: Path | None = None, *, with_stacks: bool = False, out: TextIO |
         return 1
     print(f"job {path}", file=out)
     for wrapper in sorted({record.wrapper for record in records}):
-        _print_wrapper([record for record in records if record.wrapper == wrapper], path, out)
+        of_wrapper = [record for record in records if record.wrapper == wrapper]
+        _print_wrapper(of_wrapper, path, out, ask=with_stacks)
     if with_stacks:
         for record in {record.pid: record for record in records}.values():
             _print_stacks(record, path, out)
     return 0
 
 
-def _print_wrapper(records: list[Record], path: Path, out: TextIO) -> None:
+def _print_wrapper(records: list[Record], path: Path, out: TextIO, *, ask: bool) -> None:
     size = records[0].size
     here = sorted(record.rank for record in records)
     print(f"\nwrapper {records[0].wrapper}: {size} ranks, of which {len(here)} have files here", file=out)
@@ -60,7 +61,7 @@ def _print_wrapper(records: list[Record], path: Path, out: TextIO) -> None:
         first = min(failed, key=lambda record: (_is_echo(record.failed), record.alive_at))
         print(f"  first cause: {_first_line(first.failed)}", file=out)
         return
-    positions = {record.rank: of_record(record, path, running="runs") for record in records}
+    positions = {record.rank: of_record(record, path, running="runs", ask=ask) for record in records}
     if any(position.waiting or position.silent != "runs" for position in positions.values()):
         print(f"  {explain(positions, size).cause}", file=out)
 
@@ -75,7 +76,5 @@ def _is_echo(text: str) -> bool:
 
 
 def _print_stacks(record: Record, path: Path, out: TextIO) -> None:
-    told = ""
-    if process_state(record) == "running" and record.stack_signal:
-        told = stacks.ask(path, pid=record.pid, number=record.stack_signal)
+    told = stacks.ask(path, record) if process_state(record) == "running" else ""
     print(f"\nstacks of rank {record.rank}, process {record.pid}:\n{told or '(it does not answer)'}", file=out)

@@ -332,7 +332,7 @@ def test_the_doctor_without_patients(
     monkeypatch.setenv("PACELINE_JOB_DIR", str(tmp_path))
     assert cli.main(["doctor"]) == 0
     assert "No job runs" in capsys.readouterr().out
-    (tmp_path / ("a" * 32)).mkdir()
+    (tmp_path / ("a" * 32)).mkdir(mode=0o700)
     (tmp_path / ("a" * 32) / "wrapper1.rank0").write_bytes(b"garbage")
     assert cli.main(["doctor"]) == 1
     assert "holds no files" in capsys.readouterr().out

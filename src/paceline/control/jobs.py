@@ -1,7 +1,8 @@
 """The files of a job: a directory that its ranks of one host share, and that outlives them if they die.
 
 A rank that ends well takes its files away, and the directory with the last of them. What is left was left by ranks that
-were killed or raised, for ``python -m paceline doctor``; the oldest go when there are many.
+were killed or raised, for ``python -m paceline doctor``; the oldest go when there are many. A directory of which a
+process still runs, or with a file in it that is not ours, is never touched.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import contextlib
 import logging
 import os
 import re
-import shutil
+import stat
 from pathlib import Path
 
+from paceline.control.progress import birth, process_state, read_file
 from paceline.options import job_directory
 
-_KEPT_JOBS = 32
+KEPT_JOBS = 32
 _log = logging.getLogger("paceline.control")
 
-keep_files = False
-"""An exception ends this program: what its files say is wanted."""
+# What ranks make in a job's directory.
+_OURS = re.compile(r"wrapper\d+\.rank\d+|stacks\.(\d+)")
 
 
 def make_directory(job: str) -> Path | None:
@@ -41,22 +43,34 @@ def make_directory(job: str) -> Path | None:
 
 def all_jobs(base: Path) -> list[Path]:
     """The directories of jobs, the newest first."""
-    try:
-        found = [path for path in base.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
-        return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-    except OSError:
-        return []
-
-
-def remove(path: Path) -> None:
-    """Take a file of this job away, and the directory if it was the last."""
-    if keep_files:
-        return
+    found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
-        path.unlink()
-        path.parent.rmdir()
+        for path in base.iterdir():
+            # Each by itself: another rank may be taking one away.
+            with contextlib.suppress(OSError):
+                info = path.lstat()
+                if re.fullmatch(r"[0-9a-f]{32}", path.name) and stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o022:
+                    found.append((info.st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _prune(base: Path) -> None:
-    for path in all_jobs(base)[_KEPT_JOBS:]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Make room for one more."""
+    for path in all_jobs(base)[KEPT_JOBS - 1 :]:
+        with contextlib.suppress(OSError):
+            files = list(path.iterdir())
+            if path.lstat().st_uid == os.getuid() and all(_is_left(file) for file in files):
+                for file in files:
+                    file.unlink()
+                path.rmdir()
+
+
+def _is_left(path: Path) -> bool:
+    """Whether ``path`` is a file of ours whose process is gone; of other hosts' that is not known."""
+    named = _OURS.fullmatch(path.name)
+    if named is None or not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    if named[1]:
+        return birth(int(named[1])) == 0
+    record = read_file(path)
+    return record is not None and process_state(record) == "gone"

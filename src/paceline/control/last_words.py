@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from paceline.control import jobs
+from paceline.control import own_files
 from paceline.control.user_code import user_frames
 from paceline.errors import PeerError
 from paceline.options import environment
@@ -81,7 +81,7 @@ def _chain(before: ExceptHook) -> ExceptHook:
     """``before`` with the news sent first; an error that another rank caused is made short, and waits its turn."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        jobs.keep_files = True
+        own_files.keep = True
         # Whoever pressed Ctrl-C means every rank.
         if not issubclass(kind, (PeerError, KeyboardInterrupt)):
             for speaker in list(_speakers):

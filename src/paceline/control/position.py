@@ -71,8 +71,11 @@ def of_this_rank(progress: Progress) -> Position:
     )
 
 
-def of_record(record: Record, directory: Path, *, running: str = _HOLDS_LOCK) -> Position:
-    """Where a rank is that does not answer, as its file and its process tell; ``running`` is said of one that runs."""
+def of_record(record: Record, directory: Path, *, running: str = _HOLDS_LOCK, ask: bool = True) -> Position:
+    """Where a rank is that does not answer, as its file and its process tell; ``running`` is said of one that runs.
+
+    ``ask``: send it a signal, to learn its line.
+    """
     state = process_state(record)
     line = ""
     silent = {
@@ -80,8 +83,8 @@ def of_record(record: Record, directory: Path, *, running: str = _HOLDS_LOCK) ->
         "stopped": "is stopped (by SIGSTOP, or in a debugger)",
         "": "does not answer, and runs on another host",
     }.get(state, running)
-    if state == "running" and record.stack_signal:
-        line = stacks.user_line(stacks.ask(directory, pid=record.pid, number=record.stack_signal))
+    if ask and state == "running":
+        line = stacks.user_line(stacks.ask(directory, record))
     waiting = record.waiting if record.waiting_since else ""
     return Position(record.started, record.step, waiting, "", line, silent, record.recent)
 

@@ -9,18 +9,21 @@ other ranks of the host, and for the doctor. One file a wrapper and rank. ::
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import socket
 import struct
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from paceline.control import jobs
+from paceline.control import own_files
+
+_log = logging.getLogger("paceline.control")
 
 MAGIC = b"plprog01"
 RING = 32
@@ -56,20 +59,24 @@ class Record:
     failed: str
     recent: dict[int, str]
     """The last collectives by number, from 1."""
+    owner: int | None = None
+    """Whose file says so; None if it is not from a file."""
 
 
 class Progress:
     """This rank's progress in one wrapper."""
 
     def __init__(self, directory: Path | None, *, rank: int, size: int, wrapper: int, stack_signal: int = 0) -> None:
-        self.path = directory / f"wrapper{wrapper}.rank{rank}" if directory is not None else None
         self.wrapper = wrapper
         self.started = 0
         self.waiting_since = 0.0
         self.waiting = ""
         self.step = 0
-        memory = _map(self.path)
-        self._memory = memory
+        path = directory / f"wrapper{wrapper}.rank{rank}" if directory is not None else None
+        memory = _map(path) if path is not None else None
+        self.path = path if memory is not None else None
+        """None: what is written is for this process alone."""
+        self._memory = memory = memory or mmap.mmap(-1, FILE_BYTES)
         host = socket.gethostname().encode()[:64]
         _WHO.pack_into(memory, 0, MAGIC, os.getpid(), birth(os.getpid()), rank, size, wrapper, stack_signal, host)
         self._write_state()
@@ -106,24 +113,32 @@ class Progress:
 def _remove(path: Path, pid: int) -> None:
     # A fork drops its copy, and is not the rank.
     if os.getpid() == pid:
-        jobs.remove(path)
+        own_files.remove(path)
 
 
-def _map(path: Path | None) -> mmap.mmap:
-    if path is None:
-        return mmap.mmap(-1, FILE_BYTES)
-    with path.open("w+b") as file:
-        file.truncate(FILE_BYTES)
-        return mmap.mmap(file.fileno(), FILE_BYTES)
+def _map(path: Path) -> mmap.mmap | None:
+    """A new file in memory; None if there cannot be one, which costs only what others could read in it."""
+    try:
+        with path.open("w+b") as file:
+            # Not only its length: where no room is left, a store into a page that has none ends the process (SIGBUS).
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+            file.truncate(FILE_BYTES)
+            return mmap.mmap(file.fileno(), FILE_BYTES)
+    except OSError as error:
+        _log.info("`paceline doctor` will not know of this rank: %s.", error)
+        own_files.remove(path)
+        return None
 
 
 def read_file(path: Path) -> Record | None:
     """What the file says; None if it is not one of ours, or not whole."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            owner, data = os.fstat(file.fileno()).st_uid, file.read(FILE_BYTES + 1)
     except OSError:
         return None
-    return read(data) if len(data) == FILE_BYTES and data.startswith(MAGIC) else None
+    return replace(read(data), owner=owner) if len(data) == FILE_BYTES and data.startswith(MAGIC) else None
 
 
 def read(data: bytes) -> Record:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import re
 import signal
+import stat
 import time
 from pathlib import Path
 
-from paceline.control import jobs
+from paceline.control import own_files
+from paceline.control.progress import Record, birth
 from paceline.control.user_code import is_user_code
+
+# One that hardly anybody uses: SIGUSR1 and SIGUSR2 are schedulers' notice of an end. 0: there are none of that kind.
+SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else 0
+_log = logging.getLogger("paceline.control")
 
 _WAIT_S = 1.0
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
@@ -23,42 +30,46 @@ _path: Path | None = None
 def answer_requests(directory: Path | None) -> int:
     """Write this process's stacks into ``directory`` whenever it gets a signal; returns which one, 0 for none."""
     global _descriptor, _path
-    if directory is None or not hasattr(signal, "SIGRTMIN"):
+    if directory is None or not SIGNAL:
         return 0
-    # One that hardly anybody uses: SIGUSR1 and SIGUSR2 are schedulers' notice of an end.
-    number = int(signal.SIGRTMIN) + 9
     path = directory / f"stacks.{os.getpid()}"
     if path == _path:
-        return number
-    if _descriptor is None and signal.getsignal(number) is not signal.SIG_DFL:
+        return SIGNAL
+    if _descriptor is None and signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return 0
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        _log.info("This process will not write its stacks when asked to: %s.", error)
+        return 0
     if _descriptor is None:
         _descriptor = opened
-        faulthandler.register(number, file=_descriptor, all_threads=True)
+        faulthandler.register(SIGNAL, file=_descriptor, all_threads=True)
     else:
         # Another job in this process: what is registered stays, and leads to the new file.
         os.dup2(opened, _descriptor)
         os.close(opened)
         take_away()
     _path = path
-    return number
+    return SIGNAL
 
 
 def take_away() -> None:
     """Remove the file of this process."""
     global _path
     if _path is not None:
-        jobs.remove(_path)
+        own_files.remove(_path)
         _path = None
 
 
-def ask(directory: Path, *, pid: int, number: int) -> str:
+def ask(directory: Path, record: Record) -> str:
     """The stacks of a process that answers requests, as Python's faulthandler writes them; empty if it does not."""
-    path = directory / f"stacks.{pid}"
+    path = directory / f"stacks.{record.pid}"
     try:
         before = path.stat().st_size
-        os.kill(pid, number)
+        if not _may_signal(record, path):
+            return ""
+        os.kill(record.pid, SIGNAL)
     except OSError:
         return ""
     deadline = time.monotonic() + _WAIT_S
@@ -73,6 +84,15 @@ def ask(directory: Path, *, pid: int, number: int) -> str:
                     return file.read(64 * 1024).decode(errors="replace")
             last = size
     return ""
+
+
+def _may_signal(record: Record, path: Path) -> bool:
+    """Whether it is this user's process that asked for our signal: anybody can write a file that names any process."""
+    if not SIGNAL or record.stack_signal != SIGNAL or record.born == 0 or birth(record.pid) != record.born:
+        return False
+    info = path.lstat()
+    owners = {record.owner, info.st_uid, os.stat(f"/proc/{record.pid}").st_uid}
+    return stat.S_ISREG(info.st_mode) and owners == {os.getuid()}
 
 
 def user_line(stacks: str) -> str:
