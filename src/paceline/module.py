@@ -317,9 +317,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if torch.is_grad_enabled() and self._reducer.active:
             self._notice([(tensor, probe) for tensor, probe in self._probe(outputs) if probe is not None])
 
-    def graph_failed(self, error: Exception) -> None:
+    def graph_failed(self, error: BaseException) -> None:
         self._leave_outer()
-        self._note_failure(error)
+        if isinstance(error, Exception):
+            self._note_failure(error)
 
     def outdate_graphs(self, reducer: object) -> None:
         if reducer is self._reducer:

@@ -65,6 +65,49 @@ def test_an_error_of_dynamo_on_one_rank_is_an_error_on_all(ranks):
     ranks(_dynamo_fails)
 
 
+def _handling(rank, size):
+    """Compiled while the program handles an error of its own: nothing has failed."""
+    torch._dynamo.reset()
+    ddp = DDP(stack())
+    compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+    try:
+        raise ValueError("a bad batch")
+    except ValueError:
+        plain_step(compiled, rank, 0)
+    plain_step(compiled, rank, 1)
+    assert not ddp._last_error
+
+
+def test_compiling_while_an_error_is_handled_is_no_failure(ranks):
+    ranks(_handling)
+
+
+def _interrupted(rank, size):
+    torch._dynamo.reset()
+    interrupts = [True]
+
+    def backend(gm, example_inputs):
+        def run(*args):
+            if interrupts and interrupts.pop():
+                raise KeyboardInterrupt
+            return gm.forward(*args)
+
+        return run
+
+    ddp = DDP(stack())
+    compiled = torch.compile(ddp, backend=backend)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(batch(rank))
+    assert DDP._active_ddp_module is None
+    assert not ddp._outer
+    # Nobody was told that this rank has failed.
+    plain_step(compiled, rank, 1)
+
+
+def test_an_interrupted_forward_leaves_nothing_behind(ranks):
+    ranks(_interrupted)
+
+
 def _falls_back(rank, size):
     """Without fullgraph it is no error: rank 1 has two graphs, and all the same gradients."""
     return compare(

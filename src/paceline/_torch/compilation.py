@@ -138,6 +138,8 @@ class _Compilation(threading.local):
         self.listeners: dict[str, Callable[[str, BaseException], None]] = {}
         self.whole = False
         """A graph break is an error."""
+        self.handled: BaseException | None = None
+        """What the program was handling when it began: compiling in an ``except`` block is no failure."""
 
 
 _compilation = _Compilation()
@@ -148,7 +150,8 @@ def _compilation_ended(_: Any) -> None:
 
     error = sys.exc_info()[1]
     listeners, _compilation.listeners = _compilation.listeners, {}
-    if error is None or config.suppress_errors:
+    handled, _compilation.handled = _compilation.handled, None
+    if error is None or error is handled or config.suppress_errors:
         return
     # Those for which Dynamo runs the function uncompiled.
     is_soft = isinstance(error, (exc.Unsupported, exc.UserError, exc.SkipFrame))
@@ -169,6 +172,8 @@ def tell_of_failure(context: Any, function: Callable[[str, BaseException], None]
 
     tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     _compilation.whole = bool(tracer.one_graph or tracer.error_on_graph_break)
+    if not _compilation.listeners:
+        _compilation.handled = sys.exc_info()[1]
     # By key: tracing may start over, and come by here again.
     _compilation.listeners[key_of(context)] = function
     if _compilation_ended not in callback_handler.end_callbacks:

@@ -24,8 +24,8 @@ class Wrapper(Protocol):
     def leave_graph(self, outputs: Sequence[Tensor]) -> None:
         """After: a backward of ``outputs`` must be noticed."""
 
-    def graph_failed(self, error: Exception) -> None:
-        """It raised."""
+    def graph_failed(self, error: BaseException) -> None:
+        """It raised, or was interrupted."""
 
     def compilation_failed(self, error: BaseException) -> None:
         """It could not be made."""
@@ -119,13 +119,15 @@ class Run:
                     entered.append(key)
                     enter(key)
             outputs = run(*args)
-        except Exception as error:
+            tensors = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+            for kind, key in self._marks:
+                if kind == "leave":
+                    leave(key, tensors)
+                    if key in entered:
+                        entered.remove(key)
+        except BaseException as error:
             for key in reversed(entered):
                 with contextlib.suppress(KeyError):
                     _wrappers[key].graph_failed(error)
             raise
-        tensors = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
-        for kind, key in self._marks:
-            if kind == "leave":
-                leave(key, tensors)
         return outputs
