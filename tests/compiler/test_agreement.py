@@ -414,6 +414,43 @@ def test_a_rank_that_cannot_compile_is_an_error_on_all(ranks):
     ranks(_fails, timeout=TIMEOUT_S)
 
 
+def _gave_up_before(rank, size):
+    """No rank can compile a frame, and then all can: rank 1 late."""
+
+    @functools.partial(torch.compile, backend="eager", fullgraph=True)
+    def f(x, breaks):
+        if breaks:
+            torch._dynamo.graph_break()
+        return x.sum()
+
+    _fresh()
+    with agreement(True) as found:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            f(torch.ones(4), True)
+        meeting = found._meeting
+        number = str(meeting._n_exchanges + 1)
+        while rank == 1 and meeting._says("waiting/0") != number:
+            time.sleep(0.01)
+        f(torch.ones(4), False)
+        assert len(found.compilations) == 1
+
+
+def test_a_frame_that_all_gave_up_before_is_not_given_up_by_one_that_is_slow(ranks):
+    ranks(_gave_up_before, timeout=TIMEOUT_S)
+
+
+def test_a_frame_has_a_name_while_its_closure_is_not_assigned_yet():
+    def outer():
+        def inner():
+            return late
+
+        name = _torch.agreement._frame_name(inner.__code__, inner.__closure__)
+        late = None
+        return name
+
+    assert outer().startswith("inner (test_agreement.py:")
+
+
 def _parts(rank, size):
     first = eager(lambda x: x.sum())
     second = eager(lambda x: x.prod())

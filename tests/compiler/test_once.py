@@ -8,6 +8,7 @@ import os
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from torch._dynamo.utils import counters
 import paceline
 from paceline import DDP, _torch, errors
 from paceline.compiler import agreement, shapes
-from paceline.compiler.meeting import Meeting
-from paceline.compiler.once import COMPILED, LOADED, Artifacts, Kernel
+from paceline.compiler.meeting import Kind, Meeting, meeting_of
+from paceline.compiler.once import COMPILED, LOADED, Artifacts, Kernel, Once
 from tests.compiler._compare import batch, same_grads
 from tests.compiler.test_caches import Salted
 
@@ -132,6 +133,42 @@ def _fails(rank, size):
 
 def test_if_the_rank_that_compiles_fails_all_do(ranks):
     ranks(_fails, timeout=TIMEOUT_S)
+
+
+def _unreadable(rank, size, folder):
+    """What rank 0 cannot read of its own is told to the others, which wait to hear how it went."""
+
+    def gone():
+        raise OSError("no such folder")
+
+    with _own_cache(folder, rank), mock.patch.object(_torch, "kernel_folder", gone):
+        expected = (Exception, errors.PeerFailedError)[rank]
+        with agreement(True, once=True), pytest.raises(expected, match=r"no such folder|rank 0 raised"):
+            torch.compile(lambda x: x.cos() + 1.25, backend="inductor")(torch.ones(3))
+    dist.barrier()
+
+
+def test_if_the_artifacts_cannot_be_read_all_ranks_hear_of_it(ranks, tmp_path):
+    ranks(_unreadable, str(tmp_path), timeout=TIMEOUT_S)
+
+
+def _vanished(rank, size, folder):
+    made = {"aa/aaaaaaaaaaaaa.main.so": "ctypes", "bb/bbbbbbbbbbbbb.main.so": "ctypes"}
+    path = Path(folder) / "bb/bbbbbbbbbbbbb.main.so"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"kernel")
+    once = Once(meeting_of(dist.group.WORLD))
+    with mock.patch.multiple(_torch, kernel_folder=lambda: folder, kernel_files=lambda: made):
+        assert once._new_kernels() == {path.relative_to(folder).as_posix(): Kernel("ctypes", b"kernel")}
+        assert once._new_kernels() == {}
+    doing = "the comparison of kinds"
+    kind = (Kind.OFFER, Kind.GRAPH)[rank]
+    with pytest.raises(errors.DisagreementError, match=r"out of step in .*'OFFER', 'GRAPH'"):
+        once._meeting.exchange_alike(kind, doing=doing)
+
+
+def test_a_kernel_that_has_vanished_is_not_sent_and_notes_of_another_kind_are_refused(ranks, tmp_path):
+    ranks(_vanished, str(tmp_path), timeout=TIMEOUT_S)
 
 
 # -- messages ------------------------------------------------------------------------------------------

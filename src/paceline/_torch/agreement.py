@@ -95,7 +95,11 @@ def _frame_name(code: CodeType, closure: Any) -> str:
     name = code.co_name
     for cell in closure or ():
         # A module is compiled by way of a function of torch's, which is the same for all of them.
-        owner = getattr(cell.cell_contents, "__self__", None)
+        try:
+            owner = getattr(cell.cell_contents, "__self__", None)
+        except ValueError:
+            # Not assigned yet.
+            continue
         if isinstance(owner, torch.nn.Module):
             name = f"{type(owner).__qualname__}.{name}"
     return f"{name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"

@@ -124,8 +124,8 @@ class CompileAgreement:
             return
         with _leaving_compiler():
             self.raise_error()
-        self._depth, self._current, self._frame = 1, None, _torch.frame_being_compiled()
-        self._meeting.say_compiling(self._frame or "a frame")
+        self._depth, self._current, self._frame = 1, None, _torch.frame_being_compiled() or "a frame"
+        self._meeting.say_compiling(self._frame)
         try:
             try:
                 yield
@@ -211,7 +211,7 @@ class CompileAgreement:
         }
         with _leaving_compiler():
             doing = f"the compilation of {current.frame} by others"
-            notes = self._meeting.exchange(Kind.GRAPH, body=json.dumps(body).encode(), doing=doing, patient=True)
+            notes = self._meeting.exchange_alike(Kind.GRAPH, body=json.dumps(body).encode(), doing=doing, patient=True)
             told = [_ending(note, rank) for rank, note in enumerate(notes)]
             if any(note.body != notes[0].body for note in notes):
                 self._raise_failures(current.frame, error, [failed for failed, _, _ in told])
@@ -234,7 +234,7 @@ class CompileAgreement:
             return
         index = first_difference(nodes)
         mine = current.graph.tell(index) if current.graph is not None else "no graph"
-        notes = self._meeting.exchange(Kind.NODE, body=mine.encode(), doing="the comparison of graphs")
+        notes = self._meeting.exchange_alike(Kind.NODE, body=mine.encode(), doing="the comparison of graphs")
         told = "".join(f"\n  rank {rank} has {note.body.decode(errors='replace')}" for rank, note in enumerate(notes))
         current.difference = f"Ranks compiled different graphs of {current.frame}; node {index} is the first:{told}"
         if len(set(collectives)) > 1:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import _torch
+from paceline.compiler import shapes
 from paceline.control import Channel
 from paceline.errors import DisagreementError, PacelineError, PeerFailedError, RankLostError, StateError
 
@@ -74,6 +76,8 @@ class Meeting:
         self.has_ended = False
         """Something went wrong in it: ranks do not hear each other any more."""
         self._n_exchanges = 0
+        # How often this rank has begun to compile a frame since the last exchange.
+        self._n_begun: Counter[str] = Counter()
 
     def is_alive(self) -> bool:
         return _torch.group_is_alive(self._side)
@@ -92,11 +96,13 @@ class Meeting:
                 "waiting in it still. Leave paceline.compiler.agreement, and make the process group anew."
             )
         self._n_exchanges = number = self._n_exchanges + 1
+        n_begun = self._n_begun[frame]
+        self._n_begun.clear()
         digest = int.from_bytes(hashlib.sha256(body).digest()[:8], "little", signed=True)
         mine = torch.tensor([MAGIC, number, kind, flag, digest, len(body)], dtype=torch.int64, device="cpu")
         heads = [torch.empty_like(mine) for _ in range(self.size)]
         work = dist.all_gather(heads, mine, group=self._side, async_op=True)
-        self._wait(work, doing, frame=frame, patient=patient)
+        self._wait(work, doing, frame=frame, n_begun=n_begun, patient=patient)
         rows: list[list[int]] = [head.tolist() for head in heads]
         for rank, row in enumerate(rows):
             if row[0] != MAGIC or row[1] != number or row[2] not in _KINDS or not 0 <= row[5] <= BODY_LIMIT_BYTES:
@@ -108,6 +114,16 @@ class Meeting:
         if len({row[2] for row in rows}) == 1 and len({(row[4], row[5]) for row in rows}) > 1:
             bodies = self._bodies(body, [row[5] for row in rows], doing)
         return [Note(Kind(row[2]), row[3], text) for row, text in zip(rows, bodies, strict=True)]
+
+    def exchange_alike(
+        self, kind: Kind, *, doing: str, flag: int = 0, body: bytes = b"", patient: bool = False
+    ) -> list[Note]:
+        """The same where all ranks must say the same kind of note; an error on all of them if they do not."""
+        notes = self.exchange(kind, doing=doing, flag=flag, body=body, patient=patient)
+        if any(note.kind is not kind for note in notes):
+            self.has_ended = True
+            raise DisagreementError(f"Ranks are out of step in {doing}: {[note.kind.name for note in notes]}.")
+        return notes
 
     def _bodies(self, mine: bytes, lengths: Sequence[int], doing: str) -> list[bytes]:
         padded = _as_tensor(mine.ljust(max(lengths), b"\0"))
@@ -125,13 +141,16 @@ class Meeting:
 
     def say_compiling(self, frame: str) -> None:
         """Others that wait for this rank shall know that it compiles (empty: no more), which may take any time."""
+        if frame:
+            self._n_begun[frame] += 1
         self.store.set(f"compiling/{self.rank}", frame)
 
     def say_given_up(self, frame: str, why: str) -> None:
         """Others that wait in this frame shall know that this rank will not come there."""
-        self.store.set(f"given_up/{self.rank}", json.dumps([self._n_exchanges, frame, why]))
+        told = [self._n_exchanges, frame, self._n_begun[frame], why]
+        self.store.set(f"given_up/{self.rank}", json.dumps(told))
 
-    def _wait(self, work: dist.Work, doing: str, *, frame: str = "", patient: bool = False) -> None:
+    def _wait(self, work: dist.Work, doing: str, *, frame: str = "", n_begun: int = 0, patient: bool = False) -> None:
         number, start, said = self._n_exchanges, time.monotonic(), False
 
         def excuse() -> bool:
@@ -139,7 +158,8 @@ class Meeting:
             if not said:
                 said = True
                 self.store.set(f"waiting/{self.rank}", str(number))
-            self._raise_given_up(number - 1, frame)
+            if frame:
+                self._raise_given_up(number - 1, frame, n_begun)
             late = [rank for rank in range(self.size) if self._says(f"waiting/{rank}") != str(number)]
             if patient or any(self._says(f"compiling/{rank}") for rank in late):
                 start = time.monotonic()
@@ -163,14 +183,19 @@ class Meeting:
             rank=late[0] if len(late) == 1 else None,
         )
 
-    def _raise_given_up(self, n_exchanges: int, frame: str) -> None:
-        """Raise if a rank that has come as far as this one has given up ``frame``."""
+    def _raise_given_up(self, n_exchanges: int, frame: str, n_begun: int) -> None:
+        """Raise if a rank that has come as far as this one has given up ``frame``.
+
+        Having given it up when all did, before this rank began it ``n_begun`` times, is no reason: it may come yet.
+        """
         for rank in range(self.size):
-            told = self._says(f"given_up/{rank}")
-            if not told:
-                continue
-            number, theirs, why = json.loads(told)
-            if (number, theirs) == (n_exchanges, frame):
+            told = self._says(f"given_up/{rank}") if rank != self.rank else ""
+            match shapes.read_json(told.encode(), rank) if told else None:
+                case [int(number), str(theirs), int(times), str(why)]:
+                    pass
+                case _:
+                    continue
+            if (number, theirs) == (n_exchanges, frame) and times >= n_begun:
                 error = PeerFailedError(f"rank {rank} does not compile {frame}: {why}", rank=rank)
                 # That rank goes on uncompiled, and is to hear of it where it next waits for this one.
                 self.channel.report(f"compiling {frame}", error)

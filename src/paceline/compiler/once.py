@@ -6,6 +6,7 @@ group, and only if their SHA-256 is the one that rank 0 has put into the group's
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -100,7 +101,8 @@ class Once:
     def _obstacle(self, frame: str, graph: Fingerprint) -> str:
         """Why ranks cannot use the same compiled graph; empty if they can."""
         mine = {**environment(), "graph": graph.exact_digest}
-        notes = self._meeting.exchange(Kind.OFFER, body=json.dumps(mine).encode(), doing=f"the comparison of {frame}")
+        body = json.dumps(mine).encode()
+        notes = self._meeting.exchange_alike(Kind.OFFER, body=body, doing=f"the comparison of {frame}")
         ours, *others = (shapes.read_json(note.body, rank) for rank, note in enumerate(notes))
         for rank, theirs in enumerate(others, start=1):
             for name in mine:
@@ -114,17 +116,19 @@ class Once:
         return compile_(), f"{COMPILED}: {reason}"
 
     def _lead(self, frame: str, compile_: Callable[[], Any]) -> tuple[Any, str]:
+        # Whatever goes wrong here, the others wait to hear of it.
         try:
             with _torch.artifacts_of_this() as found:
                 compiled = compile_()
+            data = Artifacts(found[0], self._new_kernels()).encode() if found else b""
+            if found:
+                self._meeting.store.set(self._key, hashlib.sha256(data).hexdigest())
         except Exception:
             self._announce(FAILED, frame)
             raise
         if not found:
             self._announce(NOTHING, frame)
             return compiled, f"{COMPILED}: the backend leaves no artifacts"
-        data = Artifacts(found[0], self._new_kernels()).encode()
-        self._meeting.store.set(self._key, hashlib.sha256(data).hexdigest())
         self._announce(len(data), frame)
         self._meeting.broadcast(data, n_bytes=len(data), doing=f"the exchange of artifacts of {frame}")
         return compiled, COMPILED
@@ -158,7 +162,7 @@ class Once:
     def _announce(self, n_bytes: int, frame: str) -> int:
         """What rank 0 has to give; its ``n_bytes`` is what counts."""
         doing = f"the compilation of {frame} by rank 0"
-        return self._meeting.exchange(Kind.ARTIFACTS, flag=n_bytes, doing=doing, patient=True)[0].flag
+        return self._meeting.exchange_alike(Kind.ARTIFACTS, flag=n_bytes, doing=doing, patient=True)[0].flag
 
     def _new_kernels(self) -> dict[str, Kernel]:
         """The libraries that were not sent before."""
@@ -166,8 +170,13 @@ class Once:
         trials = (path.relative_to(folder).as_posix() for path in folder.glob("??/*.so"))
         kinds = dict.fromkeys((name for name in trials if ".main." not in name), TRIAL) | _torch.kernel_files()
         new = {name: kind for name, kind in kinds.items() if name not in self._sent and _KERNEL.fullmatch(name)}
-        self._sent.update(new)
-        return {name: Kernel(kind, (folder / name).read_bytes()) for name, kind in new.items()}
+        kernels = {}
+        for name, kind in new.items():
+            # One that somebody has cleared away is not sent: the others make it themselves.
+            with contextlib.suppress(OSError):
+                kernels[name] = Kernel(kind, (folder / name).read_bytes())
+        self._sent.update(kernels)
+        return kernels
 
 
 def install(artifacts: Artifacts) -> None:
