@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.control import OPTION, Channel, Failure, channel
+from paceline.control.board import Board
 from paceline.control.channel import MESSAGE_LIMIT
 from paceline.control.difference import describe_difference
-from paceline.control.wire import MAGIC
+from paceline.control.failure import News
+from paceline.control.wire import MAGIC, Kind
 from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError
 
 Ranks = Callable[..., list[Any]]
@@ -54,6 +56,25 @@ def test_news_is_put_in_words() -> None:
     told = str(Failure(3, "forward", "KeyError", "'x'", line="train.py:88 in load"))
     assert told == "rank 3 raised in forward: KeyError: 'x' (train.py:88 in load)"
     assert str(Failure(3, "forward", "", "Rank 3 is gone", lost=True)) == "Rank 3 is gone"
+
+
+def test_failures_that_were_taken_back_are_not_read_again() -> None:
+    board = Board(dist.HashStore(), name="job/1")
+    theirs, own = News(board, rank=1), News(board, rank=0)
+    for n in range(20):
+        theirs.report(Failure(1, "forward", "KeyError", str(n)), nameless=False)
+        assert str(n) in str(own.first())
+        theirs.retract()
+    own.report(Failure(0, "forward", "KeyError", "own"), nameless=False)
+    assert own.first() is None
+    # Somebody has a number and has not put up yet what happened: it must be found when it is there.
+    late = board.store.add("failures", 1)
+    theirs.report(Failure(1, "forward", "KeyError", "second"), nameless=False)
+    assert "second" in str(own.first())
+    board.put(f"failure/{late}", Kind.FAILURE, 2, "forward", "KeyError", "first", "", 0)
+    with mock.patch.object(board, "has", side_effect=board.has) as looks:
+        assert "first" in str(own.first())
+    assert [call.args for call in looks.mock_calls] == [(f"failure/{late}",)]
 
 
 @pytest.mark.parametrize(

@@ -9,38 +9,50 @@ from typing import TextIO
 
 from paceline.control import jobs, stacks
 from paceline.control.position import explain, of_record
-from paceline.control.progress import Record, process_state, read_file
+from paceline.control.progress import Record, process_state
 from paceline.errors import PeerFailedError, RankLostError
 from paceline.options import job_directory
 
 
 def doctor(path: Path | None = None, *, with_stacks: bool = False, out: TextIO | None = None) -> int:
-    """Print what is known of the job in ``path``, by default of the newest one on this host; returns an exit code."""
+    """Print what is known of the job in ``path``; returns an exit code.
+
+    By default of the newest job of this host that runs, or, if none does, that was left behind.
+    """
     out = out or sys.stdout
     if path is None:
         found = jobs.all_jobs(job_directory())
         if not found:
             print(f"No job runs on this host or was left behind: there is none in {job_directory()}.", file=out)
             return 0
-        path = found[0]
-    records = [record for file in sorted(path.glob("wrapper*.rank*")) if (record := read_file(file)) is not None]
+        path = next(filter(_runs, found), found[0])
+    records = jobs.records(path)
     if not records:
         print(f"{path} holds no files of a job.", file=out)
         return 1
     print(f"job {path}", file=out)
-    for wrapper in sorted({record.wrapper for record in records}):
-        of_wrapper = [record for record in records if record.wrapper == wrapper]
-        _print_wrapper(of_wrapper, path, out, ask=with_stacks)
+    of_wrapper: dict[tuple[str, int], list[Record]] = {}
+    for file, record in records.items():
+        # Files of other groups than the default one begin with the group's name.
+        group = file.name.rpartition("wrapper")[0].rstrip(".")
+        of_wrapper.setdefault((group, record.wrapper), []).append(record)
+    for (group, _), some in sorted(of_wrapper.items(), key=lambda item: item[0]):
+        _print_wrapper(some, path, out, group=group, ask=with_stacks)
     if with_stacks:
-        for record in {record.pid: record for record in records}.values():
+        for record in {record.pid: record for record in records.values()}.values():
             _print_stacks(record, path, out)
     return 0
 
 
-def _print_wrapper(records: list[Record], path: Path, out: TextIO, *, ask: bool) -> None:
+def _runs(path: Path) -> bool:
+    return any(process_state(record) in ("running", "stopped") for record in jobs.records(path).values())
+
+
+def _print_wrapper(records: list[Record], path: Path, out: TextIO, *, group: str, ask: bool) -> None:
     size = records[0].size
     here = sorted(record.rank for record in records)
-    print(f"\nwrapper {records[0].wrapper}: {size} ranks, of which {len(here)} have files here", file=out)
+    name = f"wrapper {records[0].wrapper}" + (f" of group {group[:8]}" if group else "")
+    print(f"\n{name}: {size} ranks, of which {len(here)} have files here", file=out)
     now = time.time()
     for record in sorted(records, key=lambda record: record.rank):
         state = process_state(record) or f"on host {record.host}"

@@ -24,7 +24,7 @@ from torch import nn
 
 from paceline import DDP
 from paceline.control import hang
-from paceline.control.jobs import all_jobs
+from paceline.control.jobs import KEPT_JOBS, all_jobs
 from paceline.control.progress import read_file
 from paceline.errors import PeerError
 from paceline.hooks import allreduce as allreduce_hook
@@ -181,7 +181,7 @@ def _names_cause(script: Script, message: str) -> bool:
 def left_behind(before: set[str]) -> list[str]:
     """What the dead have left that should not be there."""
     wrong = [f"segment {name}" for name in segments() - before]
-    if len(all_jobs(job_directory())) > 40:
+    if len(all_jobs(job_directory())) > KEPT_JOBS:
         wrong.append(f"{len(all_jobs(job_directory()))} directories of jobs")
     return wrong
 

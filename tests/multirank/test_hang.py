@@ -323,6 +323,26 @@ def test_off_means_no_files(ranks: Ranks) -> None:
     assert ranks(_off) == [True, True]
 
 
+def _two_groups(rank: int, size: int, base: str) -> tuple[str, str]:
+    seen = io.StringIO()
+    with mock.patch.dict(os.environ, PACELINE_JOB_DIR=base):
+        ddp = DDP(nn.Linear(2, 2))
+        other = Channel(dist.new_group())
+        ddp(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
+        if rank == 0:
+            doctor(out=seen)
+        dist.barrier()
+    return seen.getvalue(), other.job[:8]
+
+
+def test_the_doctor_shows_the_channels_of_all_groups_of_the_newest_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    told, other = ranks(_two_groups, str(tmp_path))[0]
+    assert "\nwrapper 1: 2 ranks, of which 2 have files here" in told
+    assert f"\nwrapper 1 of group {other}: 2 ranks, of which 2 have files here" in told
+    assert "all-reduce of bucket 0" in told
+
+
 # -- the command ---------------------------------------------------------------------------------------
 
 

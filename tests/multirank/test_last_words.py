@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DDP
-from paceline.control import last_words
+from paceline.control import last_words, own_files
 from paceline.errors import PeerFailedError, RankLostError
 
 Ranks = Callable[..., list[Any]]
@@ -108,6 +108,7 @@ class _Speaker:
 def test_the_hook_that_was_there_is_called_even_if_telling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[BaseException] = []
     monkeypatch.setattr(last_words, "_hook", None)
+    monkeypatch.setattr(own_files, "keep", False)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: seen.append(error))
     speakers = [_Speaker(fails=True), _Speaker(fails=False)]
     for speaker in speakers:
@@ -117,6 +118,28 @@ def test_the_hook_that_was_there_is_called_even_if_telling_fails(monkeypatch: py
     assert seen == [error]
     # Two speakers, one hook.
     assert speakers[1].heard == [error]
+
+
+class _Lingering:
+    def __init__(self, deadlines: list[float]) -> None:
+        self._deadlines = deadlines
+
+    def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
+        raise AssertionError("an echo")
+
+    def linger(self, rank: int | None, *, deadline: float) -> None:
+        self._deadlines.append(deadline)
+
+
+def test_all_wrappers_together_linger_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+    speakers = [_Lingering(deadlines) for _ in range(3)]
+    monkeypatch.setattr(last_words, "_speakers", speakers)
+    monkeypatch.setattr(own_files, "keep", False)
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    last_words._chain(lambda *args: None)(PeerFailedError, PeerFailedError("", rank=1), None)
+    assert len(deadlines) == 3
+    assert len(set(deadlines)) == 1
 
 
 def test_importing_leaves_the_hook_alone() -> None:

@@ -43,6 +43,10 @@ class Board:
         """Take a message back. Not deleted: another rank may be about to read it, and would wait for it."""
         self.store.set(key, "")
 
+    def is_blank(self, key: str) -> bool:
+        """Whether there was a message, which was taken back."""
+        return self.has(key) and not self.store.get(key)
+
     def delete(self, key: str) -> None:
         """Remove what nobody will read any more, if the store can."""
         with contextlib.suppress(RuntimeError):

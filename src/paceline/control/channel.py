@@ -35,7 +35,6 @@ T = TypeVar("T")
 PATIENCE_S = 0.25
 # A rank that raised may catch its own exception and try again; it gets this long to take the news back.
 GRACE_S = 1.0
-LINGER_S = 3.0
 
 
 class Channel:
@@ -54,19 +53,22 @@ class Channel:
         number = store.add(f"channels/{self.rank}", 1)
         self._timeout_s = _torch.group_timeout_s(group)
         # What one rank made up and all have: a message of another job, or group, does not fit here.
-        self.job = store.compare_set("job", "", uuid.uuid4().hex).decode()
+        self.job = _job_of(group)
         self._board = Board(dist.PrefixStore(str(number), store), name=f"{self.job}/{number}")
         self._agreements = Agreements(self._board, rank=self.rank, size=self.size)
         self._news = News(self._board, rank=self.rank)
         self._generation = 0
         self._hang = hang.settings()
         watched = self.size > 1 and self._hang.mode != "off"
-        directory = jobs.make_directory(self.job) if watched else None
+        # One directory for all groups of the same ranks: whoever looks wants to see all that a process takes part in.
+        whole = _job_of(dist.group.WORLD or group) if watched else self.job
+        directory = jobs.make_directory(whole) if watched else None
         self.progress = Progress(
             directory,
             rank=self.rank,
             size=self.size,
             wrapper=number,
+            group="" if self.job == whole else self.job,
             stack_signal=stacks.answer_requests(directory),
         )
         self.inquiries = Inquiries(
@@ -76,6 +78,7 @@ class Channel:
             size=self.size,
             directory=directory,
         )
+        self._news_for_watch = News(self.inquiries.board, rank=self.rank)
         self.heard: Failure | None = None
         """What the watch has heard of another rank, for this one to find when it comes by."""
         if self.size > 1:
@@ -210,7 +213,7 @@ class Channel:
 
     def hear(self) -> None:
         """Look for news that will not be taken back; called by the watch."""
-        failure = News(self.inquiries.board, rank=self.rank).first()
+        failure = self._news_for_watch.first()
         if failure is not None and (failure.final or failure.lost):
             self.heard = failure
 
@@ -219,9 +222,8 @@ class Channel:
         if self.heard is not None:
             self.raise_news("its own work, before a collective")
 
-    def linger(self, rank: int | None) -> None:
+    def linger(self, rank: int | None, *, deadline: float) -> None:
         """Let ``rank``, the first cause, end first: launchers take the first process that ends for the cause."""
-        deadline = time.monotonic() + LINGER_S
         while rank is not None and self.inquiries.is_running(rank) and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -377,6 +379,13 @@ class Channel:
             others = self.inquiries.gone() or [r for r in others if not self._board.has(f"survivor/{r}")]
             time.sleep(0.05)
         return others
+
+
+def _job_of(group: dist.ProcessGroup) -> str:
+    """A name that one rank of the group made up and all have."""
+    store = dist.PrefixStore("paceline", _torch.group_store(group))
+    name: bytes = store.compare_set("job", "", uuid.uuid4().hex)
+    return name.decode()
 
 
 def _is_of_a_backend(error: RuntimeError) -> bool:

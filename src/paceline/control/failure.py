@@ -59,6 +59,8 @@ class News:
         self._reports: list[int] = []
         self._nameless = False
         """The last report could not say which exception it was."""
+        self._past = 0
+        """Reports up to this number need no second look: they were taken back, or are this rank's own."""
 
     def report(self, failure: Failure, *, nameless: bool) -> None:
         """Tell the others that this rank raised; never raises itself."""
@@ -83,10 +85,14 @@ class News:
 
     def first(self) -> Failure | None:
         """The first failure of another rank that stands."""
-        for number in range(1, self._board.store.add("failures", 0) + 1):
-            failure = self._read(f"failure/{number}")
+        for number in range(self._past + 1, self._board.store.add("failures", 0) + 1):
+            key = f"failure/{number}"
+            failure = self._read(key)
             if failure is not None and failure.rank != self._rank:
                 return failure
+            # One that is counted and not there yet is still to come, and none after it may be forgotten.
+            if number == self._past + 1 and (failure is not None or self._board.is_blank(key)):
+                self._past = number
         # Whoever is to blame, this rank included: the others are not coming any more.
         return self._read("given_up")
 

@@ -132,7 +132,7 @@ class Inquiries:
     def _record(self, rank: int) -> Record | None:
         if self._directory is None:
             return None
-        return read_file(self._directory / f"wrapper{self.progress.wrapper}.rank{rank}")
+        return read_file(self._directory / self.progress.file_name(rank))
 
 
 class Watched(Protocol):

@@ -14,14 +14,14 @@ import re
 import stat
 from pathlib import Path
 
-from paceline.control.progress import birth, process_state, read_file
+from paceline.control.progress import Record, birth, process_state, read_file
 from paceline.options import job_directory
 
 KEPT_JOBS = 32
 _log = logging.getLogger("paceline.control")
 
 # What ranks make in a job's directory.
-_OURS = re.compile(r"wrapper\d+\.rank\d+|stacks\.(\d+)")
+_OURS = re.compile(r"(?:[0-9a-f]{32}\.)?wrapper\d+\.rank\d+|stacks\.(\d+)")
 
 
 def make_directory(job: str) -> Path | None:
@@ -52,6 +52,12 @@ def all_jobs(base: Path) -> list[Path]:
                 if re.fullmatch(r"[0-9a-f]{32}", path.name) and stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o022:
                     found.append((info.st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def records(path: Path) -> dict[Path, Record]:
+    """What the files of a job say."""
+    found = {file: read_file(file) for file in sorted(path.glob("*wrapper*.rank*"))}
+    return {file: record for file, record in found.items() if record is not None}
 
 
 def _prune(base: Path) -> None:

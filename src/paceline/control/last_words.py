@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -24,6 +25,8 @@ from paceline.options import environment
 
 END_S = 5.0
 """How long a program that another rank's failure ends may take for it."""
+LINGER_S = 3.0
+"""How long it waits at most, for all its wrappers, until the process that failed first has ended."""
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -32,8 +35,8 @@ class Speaker(Protocol):
     def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
         """Tell the other ranks that this one raised."""
 
-    def linger(self, rank: int | None) -> None:
-        """Return when the process of ``rank`` has ended, or soon."""
+    def linger(self, rank: int | None, *, deadline: float) -> None:
+        """Return when the process of ``rank`` has ended, or at ``deadline`` on the monotonic clock."""
 
 
 _speakers: weakref.WeakSet[Speaker] = weakref.WeakSet()
@@ -92,10 +95,11 @@ def _chain(before: ExceptHook) -> ExceptHook:
             # Not told again, being an echo. Where in torch and in here this rank waited is not what a person looks for.
             error.__cause__, error.__suppress_context__ = None, True
             traceback = error.__traceback__ = user_frames(traceback)
+            deadline = time.monotonic() + LINGER_S
             for speaker in list(_speakers):
                 # The first cause is read first, and ends first.
                 with contextlib.suppress(Exception):
-                    speaker.linger(error.rank)
+                    speaker.linger(error.rank, deadline=deadline)
         before(kind, error, traceback)
         if isinstance(error, PeerError):
             # Once it does end: a prompt calls this hook too, and goes on.

@@ -66,13 +66,17 @@ class Record:
 class Progress:
     """This rank's progress in one wrapper."""
 
-    def __init__(self, directory: Path | None, *, rank: int, size: int, wrapper: int, stack_signal: int = 0) -> None:
+    def __init__(
+        self, directory: Path | None, *, rank: int, size: int, wrapper: int, group: str = "", stack_signal: int = 0
+    ) -> None:
+        """``group``: a name of the process group whose wrapper it is, if that is not the default group."""
         self.wrapper = wrapper
         self.started = 0
         self.waiting_since = 0.0
         self.waiting = ""
         self.step = 0
-        path = directory / f"wrapper{wrapper}.rank{rank}" if directory is not None else None
+        self._prefix = f"{group}." if group else ""
+        path = directory / self.file_name(rank) if directory is not None else None
         memory = _map(path) if path is not None else None
         self.path = path if memory is not None else None
         """None: what is written is for this process alone."""
@@ -82,6 +86,10 @@ class Progress:
         self._write_state()
         if self.path is not None:
             weakref.finalize(self, _remove, self.path, os.getpid())
+
+    def file_name(self, rank: int) -> str:
+        """The name of the file in which ``rank`` tells of the same wrapper."""
+        return f"{self._prefix}wrapper{self.wrapper}.rank{rank}"
 
     def start(self, kind: str, what: str, tensor: Tensor) -> None:
         """A collective is about to be started."""
