@@ -15,7 +15,7 @@ The layout, in the order in which data flows:
   ``join``, ``precision``: its parts; ``compat``, ``logging_data``, ``messages``: torch's names for them
 - ``hooks``: comm hooks; ``sync_batchnorm``
 - ``compiler``: compiled training, in which graphs report their gradients
-- ``tracing``: distributed objects and collectives inside ``torch.compile``
+- ``tracing``: distributed objects and collectives inside ``torch.compile``; ``edition``: whose compiled code it is
 - ``control``: agreement, news of failure and the hang watch, over the store; ``verify``: whether replicas are alike
 - ``transport``: shared memory between the ranks of a host, as a backend of c10d
 - ``init``, ``launch``, ``cli``, ``doctor``: starting ranks, and looking at them; ``testing``: a pool of live ranks
