@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline import DDP, cli
 from paceline.control import Channel, hang
+from paceline.control.hang import Inquiries
 from paceline.control.jobs import all_jobs
 from paceline.control.position import Position, explain
 from paceline.control.progress import read_file
+from paceline.control.user_code import OWN_COLLECTIVE
 from paceline.doctor import doctor
 from paceline.errors import BadArgumentError, BadTypeError, RankLostError
 from paceline.options import HangWatch, job_directory
@@ -275,6 +277,23 @@ def test_ranks_that_ask_at_the_same_time_are_all_answered(ranks: Ranks) -> None:
         assert "it is in data loading at " in told[rank]
         assert told[rank].endswith("(2)")
         assert "interpreter lock" not in told[rank]
+
+
+def test_of_the_ranks_in_a_collective_of_the_users_the_lowest_tells() -> None:
+    positions = {
+        0: Position(5, 1, activity="data loading", recent=AHEAD),
+        1: Position(5, 1, activity=OWN_COLLECTIVE, recent=AHEAD),
+        2: Position(5, 1, activity=OWN_COLLECTIVE, recent=AHEAD),
+        3: None,
+    }
+    told = []
+    for rank in (1, 2):
+        inquiries = Inquiries(mock.Mock(), mock.Mock(), rank=rank, size=4, directory=None)
+        with mock.patch.object(inquiries, "ask", return_value=positions):
+            told.append(inquiries.report_own_collective(lambda: None))
+    assert told[0] is not None
+    assert "rank 0: collective 5; is in data loading" in told[0].lines
+    assert told[1] is None
 
 
 def test_calls_that_follow_each_other_are_not_one_that_lasts() -> None:
