@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,14 @@ Step = Callable[[Any, int, int], Any]
 def batch(rank: int, step: int = 0, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank + 1)
     return torch.randn(*(shape or (3, 8)), generator=generator, dtype=torch.float64)
+
+
+def forget_wrappers() -> None:
+    """Let the wrappers of earlier runs in this process be gone: they are numbered, and the number stands in graphs."""
+    torch._dynamo.reset()
+    # The pool of ranks keeps what earlier runs have left from being looked at.
+    gc.unfreeze()
+    gc.collect()
 
 
 def stack(layers: int = 4, width: int = 8) -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from paceline import DDP
 from paceline.hooks import allreduce
-from tests.compiler._compare import plain_step, stack
+from tests.compiler._compare import forget_wrappers, plain_step, stack
 
 
 class Salted(nn.Module):
@@ -38,9 +37,7 @@ def new_salt() -> float:
 
 def compile_and_count(rank: int, salt: float, cap_bytes: int) -> dict[str, list[int]]:
     """Hits, misses and bypasses of each cache in one compiled step of this rank's own."""
-    # Wrappers are numbered, and the number is part of the graph: those of other tests are to be gone.
-    torch._dynamo.reset()
-    gc.collect()
+    forget_wrappers()
     counters.clear()
     ddp = DDP(Salted(salt), bucket_cap_mb=cap_bytes / 2**20, init_sync=False)
     # Buckets even where one rank is alone.

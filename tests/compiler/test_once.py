@@ -20,7 +20,7 @@ from paceline import DDP, _torch, errors
 from paceline.compiler import agreement, shapes
 from paceline.compiler.meeting import Kind, Meeting, meeting_of
 from paceline.compiler.once import COMPILED, LOADED, Artifacts, Kernel, Once
-from tests.compiler._compare import batch, same_grads
+from tests.compiler._compare import batch, forget_wrappers, same_grads
 from tests.compiler.test_caches import Salted
 
 TIMEOUT_S = 300
@@ -31,7 +31,7 @@ def _own_cache(folder, rank):
     """A cache that is empty, and no other rank's."""
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / str(rank))
-    torch._dynamo.reset()
+    forget_wrappers()
     counters.clear()
     try:
         yield

@@ -195,7 +195,7 @@ def test_mismatch_names_the_parameter_and_the_rank_on_every_rank(ranks, kind):
     for text, took_s in ranks(_mismatch, kind, 1):
         assert MISMATCHES[kind][1] in text
         assert "rank 1" in text.lower()
-        assert took_s < 5
+        assert took_s < 30  # the group's time-out is 300
 
 
 @ours_only
