@@ -209,6 +209,34 @@ def test_sparse_gradients_fall_back_with_a_reason(ranks):
         assert "reported by no graph, as its gradient is sparse: embed.weight" in str(found)
 
 
+class Clamped(nn.Module):
+    """Parameters that forward itself changes, in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack()
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layers[0].weight.clamp_(-0.2, 0.2)
+        self.layers[2].weight.detach().clamp_(-0.2, 0.2)
+        self.layers[4].weight.data.clamp_(-0.2, 0.2)
+        return self.layers(x)
+
+
+def _clamped(rank, size, backend):
+    seen = compare(rank, Clamped, compile=functools.partial(torch.compile, backend=backend, fullgraph=True))
+    return seen, paceline.explain(DDP(Clamped(), bucket_cap_mb=600 / 2**20), batch(rank)).untapped
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_parameters_that_forward_changes_in_place_are_not_tapped(ranks, backend):
+    for seen, untapped in ranks(_clamped, backend):
+        assert min(seen.early) > 0
+        names = [f"layers.{n}.weight" for n in (0, 2, 4)]
+        assert {name: untapped.get(name) for name in names} == dict.fromkeys(names, "forward changes it in place")
+
+
 def _moved(rank, size):
     """Nothing of torch's own configuration is changed by any of this."""
     torch._dynamo.reset()

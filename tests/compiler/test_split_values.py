@@ -14,6 +14,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline import _torch
+from paceline.compiler.crossing import RESHAPED, SHARED
 from tests.compiler._split import MATRIX, WIDTH, Matrices, cut_and_compare, rows
 
 DATA_DEPENDENT = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -256,6 +257,53 @@ def _inside_of_a_region(rank, size):
 
 def test_a_region_that_cannot_be_interrupted_moves_the_cut(ranks):
     ranks(_inside_of_a_region, world_size=1)
+
+
+class View(Matrices):
+    """A later part would change a view of what it uses as well."""
+
+    def forward(self, x):
+        k = x @ self.a
+        mask = x > 0
+        row = mask[0]
+        y = k @ self.b
+        row.fill_(False)
+        return (y * mask) @ self.c
+
+
+class Chunks(Matrices):
+    """The same with members of a tuple."""
+
+    def forward(self, x):
+        y = x @ self.a
+        whole = x.clone()
+        first, second = whole.chunk(2)
+        z = y @ self.b
+        first.mul_(2)
+        return (z + torch.cat([second, first]) * whole) @ self.c
+
+
+class Reshaped(Matrices):
+    """A later part would change the shape of what it is given."""
+
+    def forward(self, x):
+        h = x @ self.a
+        y = x @ self.b
+        h.unsqueeze_(0)
+        return (y + h) @ self.c
+
+
+def _memory(rank, size):
+    for kind, reason in ((View, SHARED), (Chunks, SHARED), (Reshaped, RESHAPED)):
+        for backend in ("eager", "aot_eager"):
+            optimizer, _ = cut_and_compare(kind(), (rows(),), backend=backend)
+            reasons = [cut.moved_since for cut in optimizer.cuts if cut.moved_since]
+            # Moved where there is room for it in front; else it is one with the part before.
+            assert reasons == [reason] or len(optimizer.cuts) == 1, kind
+
+
+def test_memory_that_is_changed_does_not_cross_in_two_values(ranks):
+    ranks(_memory, world_size=1)
 
 
 def _without_output(rank, size):

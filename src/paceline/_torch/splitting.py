@@ -156,6 +156,19 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def memory_of(tensor: Tensor) -> int | None:
+    """A number that tensors have in common which share memory; None if they have none, or it cannot be changed.
+
+    Stand-ins have no address, so it is that of the storage itself, which only its private attribute has.
+    """
+    if tensor.is_inference():
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or of another kind without
+        return None
+
+
 # Public, but part of the compiler: importing them takes half a second, which only who compiles should pay.
 
 

@@ -7,7 +7,7 @@
 - ``run``: what is called instead of the compiled graph: the wrapper's part around it
 - ``backend``: saying it explicitly: the backend ``paceline``, and ``paceline.compile``
 - ``split``: cutting graphs where buckets end, for backends that need it: ``cut`` (where; ``preparation`` sees to
-  it that casts do not matter), ``part`` (the graphs), ``chain`` (compiling and running them)
+  it that casts do not matter), ``crossing`` (where not), ``part`` (the graphs), ``chain`` (compiling and running them)
 - ``agreement``: ranks compile the same frames at the same time; ``meeting`` (how they talk), ``shapes`` (what they have
   seen), ``fingerprint`` (which graph it is), ``once`` (one rank compiles for all)
 - ``record``: what was compiled, and why something was not

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from paceline import _torch
+from paceline.compiler.crossing import value_of
 from paceline.compiler.cut import Cut
-from paceline.compiler.part import Part, value_of
+from paceline.compiler.part import Part
 
 Compiled = Callable[..., Any]
 

@@ -7,7 +7,8 @@ of the operator with which, in backward, the last gradient of a bucket becomes k
 last cut and has no parameter belongs to the part behind it.
 
 A cut moves towards the front of the graph where the part behind it would have no output (nothing would run it), and
-out of regions with a state that only one graph can have, such as ``vmap``.
+out of regions with a state that only one graph can have, such as ``vmap``, and to where nothing crosses that must
+not: [Note: memory across cuts] in crossing.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from paceline import _torch
+from paceline.compiler.crossing import obstacles
 from paceline.plan import MB
 
 NO_OUTPUT = "the part would have no output"
@@ -93,11 +95,14 @@ class Body:
             depth += min(step, 0)
             self._is_inside.append(depth > 0)
             depth += max(step, 0)
+        self._obstacles = obstacles(graph, self.position)
 
     def obstacle(self, start: int, end: int) -> str:
         """Why there can be no part from ``start`` to ``end``; "" if there can."""
         if self._is_inside[start]:
             return ONE_STATE
+        if start and self._obstacles[start]:
+            return self._obstacles[start]
         return "" if max(self.last_use[start:end]) >= end else NO_OUTPUT
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from paceline import _torch
 from paceline.compiler import ops
 from paceline.compiler import tap as taps
+from paceline.compiler.crossing import changed_memory, tensors_of
 from paceline.reducer import Reducer
 
 
@@ -54,6 +55,7 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
     node_of: dict[int, fx.Node] = {}
     by_reducer: dict[Reducer, list[Tensor]] = {}
     uses = _uses_with_grad(graph)
+    changed = changed_memory(graph)
     for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if not isinstance(value, Tensor) or not value.requires_grad or not value.is_leaf or not uses.get(node):
             continue
@@ -63,6 +65,9 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
         if reducer not in done.reducers:
             done.reducers.append(reducer)
         reason = reducer.why_not_early(value)
+        if reason is None and any(memory in changed for memory, _ in tensors_of(node)):
+            # What is tapped is a view that autograd lets nobody change, and that an update of the parameter outdates.
+            reason = "forward changes it in place"
         if reason is not None:
             done.untapped[reducer.name_of(value)] = reason
             continue

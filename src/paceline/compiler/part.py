@@ -22,12 +22,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from paceline import _torch
+from paceline.compiler.crossing import value_of
 from paceline.compiler.cut import Body
-
-
-def value_of(node: fx.Node) -> Any:
-    """What stands for the result of ``node`` while it is compiled: a tensor without memory, a symbolic number."""
-    return node.meta.get("example_value", node.meta.get("val"))
 
 
 class Part:

@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from paceline import _torch, ownership
 from paceline.compiler.chain import Chain, compile_parts
+from paceline.compiler.crossing import value_of
 from paceline.compiler.cut import Body, Bucket, Cut, Params, cut_by_plan, cut_by_size, first_uses
-from paceline.compiler.part import make_parts, value_of
+from paceline.compiler.part import make_parts
 from paceline.compiler.preparation import bring_to_use
 from paceline.compiler.run import outdate
 from paceline.errors import BadArgumentError
