@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import paceline
 from paceline import DDP
+from paceline.compiler import ops
 from tests.compiler._compare import Watch, batch, compare, in_sync, plain_step, same_grads, stack
 
 
@@ -158,6 +159,29 @@ def _named(rank, size):
 
 def test_the_backend_by_name(ranks):
     assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_named))
+
+
+def _named_with_options(rank, size):
+    compile_ = functools.partial(torch.compile, backend="paceline")
+    found = [compare(rank, stack, compile=functools.partial(compile_, options={"inner": "aot_eager"}))]
+    given = []
+
+    def mine(gm, example_inputs, options):
+        given.append((options, sum(node.target is ops.tap for node in gm.graph.nodes)))
+        return gm.forward
+
+    found.append(compare(rank, stack, compile=functools.partial(compile_, options={"inner": mine, "depth": 3})))
+    ((options, taps),) = given
+    assert options == {"depth": 3}
+    assert taps > 0
+    found.append(compare(rank, stack, compile=functools.partial(compile_, mode="reduce-overhead")))
+    found.append(compare(rank, stack, compile=functools.partial(compile_, options={"max_fusion_size": 8})))
+    return found
+
+
+def test_the_backend_by_name_takes_modes_and_options(ranks):
+    for found in ranks(_named_with_options):
+        assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in found)
 
 
 def _own_backend(rank, size):

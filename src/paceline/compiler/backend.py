@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         if graphs.is_tapped(gm.graph):
             # Caught, although the backend was named explicitly: each would do it.
-            return self.inner(gm, example_inputs, **options)
+            return self.inner(gm, example_inputs, **(options or _torch.options_that_keep_order(self.inner)))
         marks = graphs.take_marks(gm.graph)
         if self.split:
             return self._split(gm, example_inputs, marks, **options)
@@ -97,9 +97,20 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile(m, backend="paceline")``: inductor, with gradients reported while backward runs."""
-    return Backend(_torch.find_backend("inductor"))(gm, example_inputs, **options)
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """``torch.compile(m, backend="paceline")``: inductor, with gradients reported while backward runs.
+
+    ``mode`` and ``options`` are inductor's; the option ``inner`` names another backend, which gets the others.
+    """
+    others = dict(options or {})
+    inner = others.pop("inner", "inductor")
+    return Backend(_torch.find_backend(inner, mode=mode, options=others or None))(gm, example_inputs)
 
 
 def compile_module(

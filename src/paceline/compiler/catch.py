@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from paceline import _torch
-from paceline.compiler.backend import Backend
+from paceline.compiler.backend import Backend, backend
 from paceline.compiler.run import Mark, compilation_failed
 
 
 def _at_compile_time(context: Any) -> None:
     def wrap(inner: Any) -> Any:
-        return inner if isinstance(_torch.original_backend(inner), Backend) else Backend(inner)
+        named = _torch.original_backend(inner)
+        return inner if named is backend or isinstance(named, Backend) else Backend(inner)
 
     _torch.wrap_backend(context, wrap)
     _torch.tell_of_failure(context, compilation_failed)

@@ -29,7 +29,7 @@ MAX_TAP_BYTES = MB
 TAPS = 32
 # Stands in each graph: compiled code that torch's caches keep from a version of ours whose operators meant something
 # else must not be found again.
-FORM = edition("compiler/ops.py", "compiler/tap.py", "early.py")
+FORM = edition("compiler/ops.py", "compiler/tap.py", "bucket.py", "early.py", "outputs.py")
 
 
 class Tap(NamedTuple):
