@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import paceline
 from paceline import DDP
-from paceline.compiler import ops
+from paceline.compiler import Backend, ops
 from tests.compiler._compare import Watch, batch, compare, in_sync, plain_step, same_grads, stack
 
 
@@ -182,6 +182,50 @@ def _named_with_options(rank, size):
 def test_the_backend_by_name_takes_modes_and_options(ranks):
     for found in ranks(_named_with_options):
         assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in found)
+
+
+class Blocks(nn.Module):
+    """More blocks than Dynamo compiles one piece of code for, each compiled by itself."""
+
+    def __init__(self, compile_=None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(stack(1) for _ in range(10))
+        self.calls = [compile_(block) if compile_ else block for block in self.blocks]
+
+    def forward(self, x):
+        for call in self.calls:
+            x = torch.tanh(call(x))
+        return x
+
+
+def _blocks(rank, size):
+    torch._dynamo.reset()
+    counters.clear()
+    runs = []
+
+    def mine(gm, example_inputs):
+        def run(*args):
+            runs.append(1)
+            return gm.forward(*args)
+
+        return run
+
+    assert len({Backend(mine), Backend(mine), Backend(mine, split=True), Backend(print)}) == 3
+    models = Blocks(functools.partial(paceline.compile, inner=mine)), Blocks()
+    ours, plain = (DDP(model, bucket_cap_mb=600 / 2**20) for model in models)
+    for n in range(3):
+        for ddp in (ours, plain):
+            ddp.zero_grad()
+            runs.clear()
+            plain_step(ddp, rank, n)
+            if ddp is ours:
+                # But for the one that found out.
+                assert len(runs) == (9 if n == 0 else 10)
+        same_grads(ours, plain)
+
+
+def test_blocks_that_are_compiled_one_by_one_share_a_graph(ranks):
+    ranks(_blocks)
 
 
 def _own_backend(rank, size):

@@ -32,6 +32,14 @@ class Backend:
         self.split = split
         self.__name__ = getattr(inner, "__name__", type(inner).__name__)
 
+    def __eq__(self, other: object) -> bool:
+        """Dynamo asks, for code that was compiled with another one: blocks that are alike share their graphs."""
+        return isinstance(other, Backend) and (self.inner, self.split) == (other.inner, other.split)
+
+    def __hash__(self) -> int:
+        # torch's own backends have none.
+        return hash((self.__name__, self.split))
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         if graphs.is_tapped(gm.graph):
             # Caught, although the backend was named explicitly: each would do it.
@@ -70,6 +78,7 @@ class Backend:
             positions=tapped.positions,
             params=tapped.params,
             on_mismatch=record.mismatch,
+            compile_plain=functools.partial(_compile_again, inner=self.inner),
             announcement=announcement(tapped.reducers),
         )
 
@@ -88,6 +97,18 @@ class Backend:
             note(reducer, record)
         parts.compile(gm, example_inputs, functools.partial(self.inner, **options))
         return Run(parts, parts, marks=marks, positions=[], params=[], on_mismatch=record.mismatch)
+
+
+def _compile_again(plain: Callable[..., Any], *, inner: CompileFunction) -> Callable[..., Any]:
+    """``plain`` compiled by itself, with guards of its own, while what it is a part of runs."""
+
+    # Dynamo leaves alone what it has made itself, but not in a function that calls it.
+    def run(*args: Any) -> Any:
+        return plain(*args)
+
+    # It counts how often it has compiled a piece of code: each needs one of its own.
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run, backend=inner)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

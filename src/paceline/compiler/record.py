@@ -30,7 +30,7 @@ class GraphRecord:
 
     def mismatch(self) -> None:
         """The graph was run with other parameters than those it was made for."""
-        reason = "ran uncompiled: it was given other parameters than those it was compiled for"
+        reason = "ran without reports: it was given other parameters than those it was compiled for"
         if reason not in self.reasons:
             self.reasons.append(reason)
             logger.warning("A compiled graph %s.", reason)

@@ -80,8 +80,9 @@ def outdate(reducer: object) -> None:
 class Run:
     """A compiled graph with what the wrappers in it do before and after.
 
-    ``plain`` is the graph without taps. It runs, uncompiled, should the parameters that are given not be those that
-    were tapped: Dynamo looks at their shapes, not at their identity.
+    ``plain`` is the graph without taps. It runs should the parameters that are given not be those that were tapped:
+    Dynamo looks at their shapes, not at their identity. The first time as it is, since a parameter that was replaced
+    is known to the wrapper afterwards; then compiled, as blocks that share one graph stay others.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Run:
         positions: Sequence[int],
         params: Sequence[Tensor],
         on_mismatch: Callable[[], None],
+        compile_plain: Callable[[Compiled], Compiled] | None = None,
         announcement: Announcement | None = None,
     ) -> None:
         self._compiled = compiled
@@ -101,12 +103,17 @@ class Run:
         self._positions = positions
         self._param_ids = [id(param) for param in params]
         self._on_mismatch = on_mismatch
+        self._compile_plain = compile_plain
+        self._mismatches = 0
         self._announcement = announcement
 
     def __call__(self, *args: Any) -> Any:
         run = self._compiled
         if [id(args[position]) for position in self._positions] != self._param_ids:
             self._on_mismatch()
+            self._mismatches += 1
+            if self._mismatches > 1 and self._compile_plain is not None:
+                self._plain, self._compile_plain = self._compile_plain(self._plain), None
             run = self._plain
         if self._announcement is not None and self._announcement():
             self._announcement = None
