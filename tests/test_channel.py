@@ -245,7 +245,7 @@ def _over_a_file(rank: int, size: int, path: str) -> str:
     line = _channel()
     with mock.patch.object(channel, "PATIENCE_S", 0.02):
         if rank == 0:
-            line._board.store = _Counting(line._board.store, "agree/parameters/0/1", 6)
+            line._board._store = _Counting(line._board.store, "agree/parameters/0/1", 6)
         else:
             _poll(line._board.store, "asked")
         line.compare("parameters", ROWS, FIELDS)
@@ -431,7 +431,7 @@ def _race(rank: int, size: int) -> None:
         line._board.store.set("taken back", "")
         return
     store = line._board.store
-    line._board.store = _RetractedInBetween(store)
+    line._board._store = _RetractedInBetween(store)
     # The rank's own connection, which outlives this test: its time-out has to be put back.
     usual = store.timeout
     store.set_timeout(timedelta(seconds=2))
@@ -452,7 +452,7 @@ class _GoneStore:
 
 def _report_to_nobody(rank: int, size: int) -> None:
     line = _channel()
-    line._board.store = _GoneStore()
+    line._board._store = _GoneStore()
     line.report("forward", BoomError("x"))
     line.retract()
 
@@ -598,7 +598,7 @@ def _wait_while_a_peer_is_ahead(rank: int, size: int, step: int) -> tuple[bool, 
     with mock.patch.object(channel, "PATIENCE_S", 0.02):
         if rank == 0:
             line._board.store.wait(["announced"], timedelta(seconds=30))
-            watched = line._board.store = _Counting(line._board.store, "replan/1", 3)
+            watched = line._board._store = _Counting(line._board.store, "replan/1", 3)
             work = dist.all_reduce(torch.ones(3), async_op=True)
             try:
                 line.wait(work, "the all-reduce of bucket 0")
@@ -750,7 +750,7 @@ class _Recording:
 def _record(rank: int, size: int) -> list[bytes]:
     line = _channel()
     recording = _Recording(line._board.store)
-    line._board.store = recording
+    line._board._store = recording
     line.compare("parameters", ROWS * 1000, FIELDS)
     line.announce_replan("frozen", step=0)
     with pytest.raises(ParameterMismatchError):
@@ -791,3 +791,26 @@ def _refuse_pickle(rank: int, size: int) -> None:
 
 def test_nothing_is_pickled(ranks: Ranks) -> None:
     ranks(_refuse_pickle)
+
+
+class _Connecting:
+    """A store that counts its connections; each may take seconds, where a name server is asked about it."""
+
+    def __init__(self) -> None:
+        self.connections = 1
+
+    def clone(self):
+        self.connections += 1
+        return self
+
+    def check(self, _keys):
+        return False
+
+
+def test_a_second_connection_is_made_by_who_uses_it():
+    store = _Connecting()
+    board = Board(store, name="job").on_another_connection()
+    assert store.connections == 1
+    assert not board.has("a")
+    assert not board.has("b")
+    assert store.connections == 2

@@ -17,20 +17,29 @@ _log = logging.getLogger("paceline.control")
 class Board:
     """Sealed messages by key. What is no message, or not the one that belongs under a key, counts as not there."""
 
-    def __init__(self, store: dist.Store, *, name: str) -> None:
+    def __init__(self, store: dist.Store, *, name: str, own_connection: bool = False) -> None:
         """``name`` tells this board from others of the job, so that a message of one is refused by another."""
-        # Any: torch's stubs know text only, and stores take bytes.
-        self.store: Any = store
+        self._store: Any = store
+        self._own_connection = own_connection
         self.name = name
         self._refused: set[str] = set()
 
-    def on_another_connection(self) -> Board:
-        """The same board for another thread, which must not wait while this one does."""
-        try:
-            return Board(self.store.clone(), name=self.name)
-        except RuntimeError:
+    @property
+    def store(self) -> Any:  # torch's stubs know text only, and stores take bytes
+        if self._own_connection:
             # Not every store can; then the threads take turns.
-            return Board(self.store, name=self.name)
+            self._own_connection = False
+            with contextlib.suppress(RuntimeError):
+                self._store = self._store.clone()
+        return self._store
+
+    def on_another_connection(self) -> Board:
+        """The same board for another thread, which must not wait while this one does.
+
+        It connects when it is first used, on that thread: torch asks the name server about every connection, and that
+        may take seconds.
+        """
+        return Board(self._store, name=self.name, own_connection=True)
 
     def put(self, key: str, kind: Kind, *fields: Field) -> None:
         self.store.set(key, wire.encode(kind, *fields, place=f"{self.name}/{key}"))
