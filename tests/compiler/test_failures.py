@@ -82,7 +82,7 @@ def test_compiling_while_an_error_is_handled_is_no_failure(ranks):
     ranks(_handling)
 
 
-def _interrupted(rank, size):
+def _interrupted_forward(rank, size):
     torch._dynamo.reset()
     interrupts = [True]
 
@@ -105,7 +105,7 @@ def _interrupted(rank, size):
 
 
 def test_an_interrupted_forward_leaves_nothing_behind(ranks):
-    ranks(_interrupted)
+    ranks(_interrupted_forward)
 
 
 def _falls_back(rank, size):
