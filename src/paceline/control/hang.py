@@ -152,10 +152,11 @@ class _Watch:
         self._channels: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._ended = threading.Event()
         self._pid = 0
-        # The frame itself, which keeps its address from being given to the next call's.
-        self._seen: FrameType | None = None
-        self._seen_at = 0
+        self._seen: tuple[int, int] | None = None
         self._seen_since = 0.0
+        # The frame itself, which keeps its address from being given to the next call's. Only of a call that looks
+        # stuck: with a frame all that its callers have in their variables is kept.
+        self._held: FrameType | None = None
         self._told = False
 
     def add(self, channel: Watched) -> None:
@@ -195,14 +196,20 @@ class _Watch:
         """Notice a collective that the user called and that does not end: no wait of ours sees it."""
         frame = collective_frame(sys._current_frames().get(threading.main_thread().ident or 0))
         now = time.monotonic()
-        if frame is None or frame is not self._seen or frame.f_lasti != self._seen_at:
-            self._seen, self._seen_at = frame, frame.f_lasti if frame is not None else 0
-            self._seen_since, self._told = now, False
+        seen = None if frame is None else (id(frame), frame.f_lasti)
+        if frame is None or seen != self._seen or (self._held is not None and self._held is not frame):
+            self._seen, self._seen_since = seen, now
+            self._held, self._told = None, False
             return
         current = settings()
-        if current.mode != "off" and not self._told and now - self._seen_since > current.after_s:
+        lasted_s = now - self._seen_since
+        if current.mode == "off" or lasted_s < current.after_s / 2:
+            return
+        if self._held is None:
+            self._held = frame
+        elif lasted_s > current.after_s and not self._told:
             self._told = True
-            self._tell_of_raw_collective(frame, now - self._seen_since)
+            self._tell_of_raw_collective(frame, lasted_s)
 
     def _tell_of_raw_collective(self, frame: FrameType, waited_s: float) -> None:
         """Say who waits for whom, on the lowest rank that waits."""
