@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from paceline import _torch, outputs
 from paceline.bucket import dense_stride
@@ -115,5 +116,8 @@ for _name, _function in (("enter", _enter), ("leave", _leave)):
 
 enter = torch.ops.paceline.enter.default
 leave = torch.ops.paceline.leave.default
+# After a graph break they stand in graphs that no `Backend` sees; without this a compiler drops what has no result.
+for _mark in (enter, leave):
+    has_side_effect(_mark)
 tap = torch.ops.paceline.tap.default
 tie = torch.ops.paceline.tie.default
