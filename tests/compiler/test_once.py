@@ -58,7 +58,7 @@ def _once(rank, size, folder, salt):
 def test_one_rank_compiles_and_the_others_load_it(job_directory, tmp_path):
     # A number that no cache has seen: kernels that were compiled before need no file.
     salt = 1 + random.Random(time.time_ns()).random()
-    # Ranks of its own: wrappers are numbered, numbers stand in graphs, and some ranks of the pool have made more of them.
+    # Ranks of its own: wrappers are numbered, numbers stand in graphs, and some ranks of the pool have made more.
     with RankPool() as pool:
         first, *others = pool.run(_once, str(tmp_path), salt, world_size=3, timeout=TIMEOUT_S, allow_warnings=WARNINGS)
     assert first == (COMPILED, 2, True)
