@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +160,30 @@ def _named(rank, size):
 
 def test_the_backend_by_name(ranks):
     assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_named))
+
+
+def _order(rank, size, backend):
+    """What inductor is told when it compiles a graph with taps."""
+    from torch._inductor import compile_fx as inductor  # warns of a deprecated part of torch, which ranks let through
+
+    torch._dynamo.reset()
+    told = []
+    compile_fx = inductor.compile_fx
+
+    def spy(*args, **kwargs):
+        # It calls itself once more, with the patches in force.
+        told.extend([kwargs["config_patches"]] if kwargs.get("config_patches") else [])
+        return compile_fx(*args, **kwargs)
+
+    with mock.patch.object(inductor, "compile_fx", spy):
+        plain_step(torch.compile(DDP(stack(), bucket_cap_mb=600 / 2**20), backend=backend), rank, 0)
+    return told
+
+
+@pytest.mark.parametrize("backend", ["inductor", "paceline"])
+def test_inductor_keeps_the_order_of_the_graph(ranks, backend):
+    for told in ranks(_order, backend):
+        assert told == [{"reorder_for_peak_memory": False}]
 
 
 def _named_with_options(rank, size):
