@@ -243,7 +243,15 @@ register(
     )
 )
 
-COMPILED = ("torch-compiled", "paceline-compiled", "paceline-compiled-shm")
+COMPILED = ("local-compiled", "torch-compiled", "paceline-compiled", "paceline-compiled-shm")
+register(
+    Mode(
+        name="local-compiled",
+        title="torch.compile, no communication",
+        family="local",
+        wrap=functools.partial(_compiled, _local),
+    )
+)
 register(
     Mode(
         name="torch-compiled",

@@ -174,12 +174,14 @@ def _panel(axes: Any, shown: list[Series], colours: dict[str, str]) -> None:
             axes.annotate(
                 f"{row.median * scale:.3g} {unit}",
                 (left, ratio.high),
-                xytext=(0, 3),
+                xytext=(0, 5),
                 textcoords="offset points",
                 ha="center",
                 va="bottom",
                 rotation=90,
                 fontsize=8,
+                zorder=5,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )
             top = max(top, ratio.high)
         model = CASES[series.model].title

@@ -26,6 +26,8 @@ from paceline.plan import BucketSpec
 SMALL_NUMEL = 4096
 # In modules without many parameters only the smallest: there it is not Python calls that cost.
 TINY_NUMEL = 1024
+# A whole bucket of up to this size is scaled in one call at its end: less than a scaling call for each gradient.
+SMALL_BUCKET_NUMEL = 1 << 19
 
 Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -83,7 +85,7 @@ class Slot:
         self.bucket = -1
         """The number of its bucket; -1 when the plan leaves it out."""
         self.deferred = False
-        """Absorbed together with others, instead of at once."""
+        """Copied together with others and scaled with the whole bucket, instead of both in one pass."""
         self.prompt = True
         """Looked at as soon as it is ready, not with the next batch."""
         self.owned = True
@@ -269,8 +271,7 @@ class Bucket:
 
     def describe(self) -> str:
         """For messages: its number and the first few parameters in it."""
-        names = [slot.name for slot in self.slots]
-        told = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        told = ", ".join(slot.name for slot in self.slots[:3]) + (", ..." if len(self.slots) > 3 else "")
         return f"bucket {self.spec.index} ({told})"
 
     # -- a step --------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -32,54 +34,48 @@ class BufferHook:
     location: BufferHookLocation
 
 
-class Broadcast:
-    """Tensors of any dtype on their way from one rank, packed into one flat message."""
+class Packing:
+    """Tensors of any dtype and one device, and a flat message with a place for each of them."""
 
-    def __init__(self, tensors: Sequence[Tensor], *, source: int, group: dist.ProcessGroup, channel: Channel) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         # Widest elements first: each part then starts at a multiple of its element size.
-        self._kinds = sorted(by_dtype.values(), key=lambda kind: -kind[0].element_size())
+        kinds = sorted(by_dtype.values(), key=lambda kind: -kind[0].element_size())
+        sizes_bytes = [sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in kinds]
+        self.tensors = [tensor for kind in kinds for tensor in kind]
+        self.message = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
+        self.places: list[Tensor] = []
+        """What the message holds for each of the tensors."""
+        for kind, part in zip(kinds, self.message.split(sizes_bytes), strict=True):
+            self.places += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
+
+    def pack(self) -> None:
+        with torch.no_grad():
+            _torch.copy_each(self.places, self.tensors)
+
+    def unpack(self) -> None:
+        """Write what the message holds into the tensors, in place."""
+        with torch.no_grad():
+            _torch.copy_each(self.tensors, self.places)
+
+
+class Broadcast:
+    """A packing's message on its way from one rank to the others."""
+
+    def __init__(self, packing: Packing, *, source: int, group: dist.ProcessGroup, channel: Channel) -> None:
         self._channel = channel
-        self._is_source = dist.get_rank(group) == source
-        if self._is_source:
-            with torch.no_grad():
-                flats = [_torch.flatten_dense(kind) for kind in self._kinds]
-            self._message = flats[0] if len(flats) == 1 else torch.cat([flat.view(torch.uint8) for flat in flats])
-        else:
-            first = self._kinds[0][0]
-            mixed = len(self._kinds) > 1
-            numel = sum(self._sizes_bytes()) if mixed else sum(tensor.numel() for tensor in self._kinds[0])
-            dtype = torch.uint8 if mixed else first.dtype
-            self._message = torch.empty(numel, dtype=dtype, device=first.device)
-        channel.progress.start("broadcast", "parameters or buffers", self._message)
-        work = dist.broadcast(self._message, group_src=source, group=group, async_op=True)
+        self.is_source = dist.get_rank(group) == source
+        if self.is_source:
+            packing.pack()
+        channel.progress.start("broadcast", "parameters or buffers", packing.message)
+        work = dist.broadcast(packing.message, group_src=source, group=group, async_op=True)
         assert work is not None
         self._work = work
 
-    def _sizes_bytes(self) -> list[int]:
-        return [sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in self._kinds]
-
     def wait(self, what: str) -> None:
         self._channel.wait(self._work, f"the broadcast of {what}")
-
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """(tensor, what the source holds for it), empty at the source itself."""
-        if self._is_source:
-            return []
-        flats = [self._message] if len(self._kinds) == 1 else self._message.split(self._sizes_bytes())
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for kind, flat in zip(self._kinds, flats, strict=True):
-            pairs += zip(kind, _torch.unflatten_dense(flat.view(kind[0].dtype), kind), strict=True)
-        return pairs
-
-    def write(self) -> None:
-        """Write the source's values into the tensors, in place."""
-        pairs = self.parts()
-        if pairs:
-            with torch.no_grad():
-                _torch.copy_each([tensor for tensor, _ in pairs], [value for _, value in pairs])
 
 
 def broadcast_in_place(
@@ -99,9 +95,11 @@ def broadcast_in_place(
         size_bytes += tensor.numel() * tensor.element_size()
         last = n == len(tensors) - 1
         if last or size_bytes >= chunk_bytes or tensors[n + 1].device != tensor.device:
-            message = Broadcast(chunk, source=source, group=group, channel=channel)
+            packing = Packing(chunk)
+            message = Broadcast(packing, source=source, group=group, channel=channel)
             message.wait(what)
-            message.write()
+            if not message.is_source:
+                packing.unpack()
             chunk, size_bytes = [], 0
 
 
@@ -113,45 +111,66 @@ class Place(NamedTuple):
     holders: list[tuple[dict[str, Tensor | None], str]]
 
 
+_layout = attrgetter("shape", "dtype", "device")
+_values = methodcaller("values")
+
+
 class BufferSync:
-    """Keeps the buffers of a module alike across ranks. Reads the module anew each time: buffers get reassigned."""
+    """Keeps the buffers of a module alike across ranks. Looks at the module each time: buffers get reassigned."""
 
     def __init__(self, module: nn.Module, *, ignored: frozenset[str]) -> None:
         self._module = module
         self._ignored = ignored
         self.hook: BufferHook | None = None
-        self._on_its_way: Broadcast | None = None
+        self._on_their_way: list[Broadcast] = []
         self._visit()
 
     def _visit(self) -> None:
+        """Find every buffer that takes part."""
         self._tree = ModuleTree(self._module)
-        self._holders = [(f"{prefix}." if prefix else "", owner._buffers) for prefix, owner in self._tree.owners]
+        self._holders = [owner._buffers for _, owner in self._tree.owners]
+        self._keys, self._held = self._what_is_held()
+        found: dict[int, Place] = {}
+        for (prefix, _), holder in zip(self._tree.owners, self._holders, strict=True):
+            for key, buffer in holder.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if buffer is None or name in self._ignored:
+                    continue
+                if id(buffer) not in found:
+                    found[id(buffer)] = Place(name, buffer, [])
+                found[id(buffer)].holders.append((holder, key))
+        self._places = list(found.values())
+        self._buffers = [place.buffer for place in self._places]
+        self._layouts: list[Any] = []
+        self._packings: list[Packing] = []
 
-    def _revisit(self) -> None:
-        if self._tree.changed():
-            self._visit()
+    def _what_is_held(self) -> tuple[list[str], list[Tensor | None]]:
+        # At C speed: this runs before every forward.
+        return list(chain.from_iterable(self._holders)), list(chain.from_iterable(map(_values, self._holders)))
 
     def places(self) -> list[Place]:
         """Each buffer that takes part, as of now."""
-        self._revisit()
-        found: dict[int, Place] = {}
-        for prefix, holder in self._holders:
-            for key, buffer in holder.items():
-                if buffer is None or prefix + key in self._ignored:
-                    continue
-                if id(buffer) not in found:
-                    found[id(buffer)] = Place(prefix + key, buffer, [])
-                found[id(buffer)].holders.append((holder, key))
-        return list(found.values())
+        if self._tree.changed():
+            self._visit()
+        else:
+            keys, held = self._what_is_held()
+            if keys != self._keys or not all(map(is_, held, self._held)):
+                self._visit()
+        return self._places
+
+    def _packed(self) -> list[Packing]:
+        """The buffers as messages, one a device; kept, as packing costs more than sending."""
+        self.places()
+        layouts = list(map(_layout, self._buffers))
+        if layouts != self._layouts:
+            self._layouts = layouts
+            devices = dict.fromkeys(buffer.device for buffer in self._buffers)
+            self._packings = [Packing([b for b in self._buffers if b.device == device]) for device in devices]
+        return self._packings
 
     def is_empty(self) -> bool:
-        """Whether there is no buffer to synchronise."""
-        self._revisit()
-        return not any(
-            buffer is not None and prefix + key not in self._ignored
-            for prefix, holder in self._holders
-            for key, buffer in holder.items()
-        )
+        """Whether there was no buffer to synchronise when somebody last looked, and there still is none."""
+        return not self._places and not self.places()
 
     def named(self) -> dict[str, Tensor]:
         return {place.name: place.buffer for place in self.places()}
@@ -163,26 +182,27 @@ class BufferSync:
         have saved them for its backward. The source does not wait: it has what it needs.
         """
         self.wait()
-        places = self.places()
-        for device in dict.fromkeys(place.buffer.device for place in places):
-            here = [place for place in places if place.buffer.device == device]
-            message = Broadcast([place.buffer for place in here], source=source, group=group, channel=channel)
-            if dist.get_rank(group) == source:
-                self._on_its_way = message
+        for packing in self._packed():
+            message = Broadcast(packing, source=source, group=group, channel=channel)
+            if message.is_source:
+                self._on_their_way.append(message)
                 continue
             message.wait("buffers")
-            if not keep_old:
-                message.write()
-                continue
-            values = {id(tensor): value for tensor, value in message.parts()}
-            for place in here:
-                # A tensor of its own: the message would stay in memory with the last of its parts.
+            if keep_old:
+                self._replace(packing)
+            else:
+                packing.unpack()
+
+    def _replace(self, packing: Packing) -> None:
+        """Put new tensors with the values of the message in the place of the old ones."""
+        values = dict(zip(map(id, packing.tensors), packing.places, strict=True))
+        for place in self._places:
+            if id(place.buffer) in values:
                 renewed = torch.empty_like(place.buffer).copy_(values[id(place.buffer)])
                 for holder, key in place.holders:
                     holder[key] = renewed
 
     def wait(self) -> None:
-        """Let the last broadcast that this rank sent come to its end."""
-        if self._on_its_way is not None:
-            message, self._on_its_way = self._on_its_way, None
-            message.wait("buffers")
+        """Let the broadcasts that this rank sent come to their end."""
+        while self._on_their_way:
+            self._on_their_way.pop().wait("buffers")

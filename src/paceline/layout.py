@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from paceline.bucket import SMALL_NUMEL, TINY_NUMEL, Allocator, Bucket, Slot, empty_flat
+from paceline.bucket import SMALL_BUCKET_NUMEL, SMALL_NUMEL, TINY_NUMEL, Allocator, Bucket, Slot, empty_flat
 from paceline.inbox import MANY
 from paceline.ledger import Ledger
 from paceline.plan import BucketPlan
@@ -68,11 +68,12 @@ class Layout:
             slot.place = place
         limit = SMALL_NUMEL if len(self.slots) >= MANY else TINY_NUMEL
         for bucket in self.buckets:
+            scaled_at_end = bucket.spec.numel <= SMALL_BUCKET_NUMEL
             for slot in bucket.slots:
                 slot.bucket = bucket.spec.index
                 small = copy_in_batches or slot.param.numel() <= limit
-                slot.deferred = small and not bucket.spec.sparse
-                slot.prompt = not slot.deferred
+                slot.deferred = (small or scaled_at_end) and not bucket.spec.sparse
+                slot.prompt = not small or bucket.spec.sparse
             # The gradient that completes a bucket, going by the order seen so far.
             bucket.slots[-1].prompt = True
         self.status_code = StatusCode(n_ranks=n_ranks, n_buckets=len(self.buckets), n_params=len(self.slots))

@@ -348,10 +348,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._count_iteration()
         if reducer.shares and DistributedDataParallel._active_ddp_module is None:
             ownership.take_over(reducer)
-        source = say_word(self, Word(will_sync, self.will_sync_buffers(), reducer.channel.rank))
+        will_sync_buffers = self.will_sync_buffers()
+        source = say_word(self, Word(will_sync, will_sync_buffers, reducer.channel.rank))
         if self._runs_buffer_hook(BufferHookLocation.PRE_FORWARD):
             self._run_buffer_hook()
-        elif self.will_sync_buffers() and not self.has_buffer_hook:
+        elif will_sync_buffers and not self.has_buffer_hook:
             self.sync_buffers(source=source)
             if self._verifier is not None:
                 self._verifier.see_buffers(self._buffer_sync.named())

@@ -319,6 +319,30 @@ def test_a_buffer_added_after_wrapping_is_broadcast(ranks):
     ranks(_replaced_structure)
 
 
+def _changing_buffers(rank, world_size):
+    """Between forwards a buffer is removed, one is renamed, and one gets another shape and dtype in place."""
+    torch.manual_seed(0)
+    model = _Counter()
+    ddp = DDP(model)
+    x = batch(rank).float()
+    for turn in range(3):
+        if turn == 1:
+            del model.seen
+            model.register_buffer("told", model._buffers.pop("hidden"))
+        if turn == 2:
+            model.told.data = torch.zeros(2, 5, dtype=torch.float64)
+        buffer = model.hidden if turn == 0 else model.told
+        with torch.no_grad():
+            buffer.fill_(10 * turn + rank)
+        ddp(x).sum().backward()
+        assert torch.equal(buffer, torch.full_like(buffer, 10 * turn)), (turn, buffer)
+    assert (model.told.shape, model.told.dtype) == ((2, 5), torch.float64)
+
+
+def test_buffers_that_change_between_forwards(ranks):
+    ranks(_changing_buffers)
+
+
 def _replaced_norm(rank, world_size):
     model = _bn()
     ddp = DDP(model)
