@@ -51,6 +51,13 @@ class Packing:
         for kind, part in zip(kinds, self.message.split(sizes_bytes), strict=True):
             self.places += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
 
+    def take_memory(self) -> None:
+        """Have room for the message. It is not kept between broadcasts, unlike the places, which take long to make."""
+        self.message.untyped_storage().resize_(self.message.numel())
+
+    def release_memory(self) -> None:
+        self.message.untyped_storage().resize_(0)
+
     def pack(self) -> None:
         with torch.no_grad():
             _torch.copy_each(self.places, self.tensors)
@@ -66,7 +73,9 @@ class Broadcast:
 
     def __init__(self, packing: Packing, *, source: int, group: dist.ProcessGroup, channel: Channel) -> None:
         self._channel = channel
+        self._packing = packing
         self.is_source = dist.get_rank(group) == source
+        packing.take_memory()
         if self.is_source:
             packing.pack()
         channel.progress.start("broadcast", "parameters or buffers", packing.message)
@@ -76,6 +85,8 @@ class Broadcast:
 
     def wait(self, what: str) -> None:
         self._channel.wait(self._work, f"the broadcast of {what}")
+        if self.is_source:
+            self._packing.release_memory()
 
 
 def broadcast_in_place(
@@ -100,6 +111,7 @@ def broadcast_in_place(
             message.wait(what)
             if not message.is_source:
                 packing.unpack()
+                packing.release_memory()
             chunk, size_bytes = [], 0
 
 
@@ -192,6 +204,7 @@ class BufferSync:
                 self._replace(packing)
             else:
                 packing.unpack()
+            packing.release_memory()
 
     def _replace(self, packing: Packing) -> None:
         """Put new tensors with the values of the message in the place of the old ones."""
