@@ -143,33 +143,93 @@ def test_reduce_scatter(hosts: Hosts) -> None:
     hosts.run(__name__, "_reduce_scatter")
 
 
-def _the_rest(rank, world_size):
-    gathered = [torch.zeros(2) for _ in range(world_size)] if rank == 1 else None
-    dist.gather(torch.full((2,), float(rank)), gathered, dst=1)
-    assert gathered is None or [part[0].item() for part in gathered] == [0, 1, 2, 3]
-    got = torch.zeros(2)
-    dist.scatter(got, [torch.full((2,), float(r)) for r in range(world_size)] if rank == 2 else None, src=2)
-    assert got.tolist() == [rank, rank]
+def _to_and_from_one(rank, world_size):
+    for root in range(world_size):
+        for dtype in (torch.float32, torch.int16, torch.complex64, torch.float8_e4m3fn):
+            gathered = [torch.zeros(2, 3).to(dtype) for _ in range(world_size)] if rank == root else None
+            dist.gather(torch.full((2, 3), float(rank)).to(dtype), gathered, dst=root)
+            assert gathered is None or [part.to(torch.float32)[1, 2].item() for part in gathered] == [0, 1, 2, 3]
+            got = torch.zeros(3, 2).t().to(dtype)
+            parts = [torch.full((2, 3), float(other)).to(dtype) for other in range(world_size)]
+            dist.scatter(got, parts if rank == root else None, src=root)
+            assert got.to(torch.float32).unique().tolist() == [rank]
+    nothing = torch.zeros(0)
+    dist.gather(nothing, [nothing] * world_size if rank == 3 else None, dst=3)
+
+
+def test_gather_and_scatter(hosts: Hosts) -> None:
+    hosts.run(__name__, "_to_and_from_one")
+
+
+def _all_to_all(rank, world_size):
     swapped = torch.zeros(world_size)
     dist.all_to_all_single(swapped, torch.arange(world_size) + 10.0 * rank)
     assert swapped.tolist() == [10.0 * other + rank for other in range(world_size)]
+    # s rows to rank s + d, of which each says where it is from and where it goes.
+    counts = [[(source + goal) % 3 for goal in range(world_size)] for source in range(world_size)]
+    sent = [torch.full((counts[rank][goal], 2), 10 * rank + goal) for goal in range(world_size)]
+    expected = [torch.full((counts[source][rank], 2), 10 * source + rank) for source in range(world_size)]
+    got = torch.zeros(sum(map(len, expected)), 2, dtype=torch.int64)
+    splits = [len(piece) for piece in expected], [len(piece) for piece in sent]
+    work = dist.all_to_all_single(got, torch.cat(sent), *splits, async_op=True)
+    work.wait()
+    assert torch.equal(got, torch.cat(expected))
+    pieces = [torch.zeros_like(piece) for piece in expected]
+    dist.all_to_all(pieces, sent)
+    assert all(map(torch.equal, pieces, expected))
+    with pytest.raises(ValueError, match="Number of tensor splits"):
+        dist.all_to_all_single(got, torch.cat(sent), [1], [1])
+
+
+def test_all_to_all(hosts: Hosts) -> None:
+    hosts.run(__name__, "_all_to_all")
+
+
+def _messages(rank, world_size):
     if rank == 0:
         dist.send(torch.full((3,), 5.0), 3)
+        dist.isend(torch.full((6,), 7.0)[::2], 3, tag=2).wait()
     elif rank == 3:
-        message = torch.zeros(3)
+        tagged, message = torch.zeros(2, 3, dtype=torch.float32).t()[:, 0], torch.zeros(3)
+        later = dist.irecv(tagged, 0, tag=2)
         assert dist.recv(message) == 0
         assert message.tolist() == [5.0] * 3
-    sparse = torch.sparse_coo_tensor([[0, rank]], [1.0, 2.0], (4,))
-    dist.all_reduce(sparse)
-    assert sparse.to_dense().tolist() == [6.0, 2.0, 2.0, 2.0]
+        later.wait()
+        assert later.is_completed()
+        assert tagged.tolist() == [7.0] * 3
+    # Around: each to the next, all at once. With a tag of its own, or rank 3 could take it for what it waits for above.
+    got = torch.zeros(2, dtype=torch.uint16)
+    mine = torch.full((2,), rank, dtype=torch.uint16)
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    around = [dist.P2POp(dist.isend, mine, after, tag=1), dist.P2POp(dist.irecv, got, before, tag=1)]
+    for work in dist.batch_isend_irecv(around):
+        work.wait()
+    assert got.tolist() == [before] * 2
+    with pytest.raises(ValueError, match="Tag must be nonnegative"):
+        dist.send(mine, after, tag=-1)
+
+
+def test_messages(hosts: Hosts) -> None:
+    hosts.run(__name__, "_messages")
+
+
+def _sparse_and_objects(rank, world_size):
+    for async_op in (False, True):
+        sparse = torch.sparse_coo_tensor([[0, rank]], [1.0, 2.0], (4,))
+        work = dist.all_reduce(sparse, async_op=async_op)
+        assert work is None or work.wait()
+        assert sparse.to_dense().tolist() == [6.0, 2.0, 2.0, 2.0]
+    number = torch.sparse_coo_tensor([[rank]], [1j], (4,))
+    dist.all_reduce(number)
+    assert number.to_dense().tolist() == [1j] * 4
     objects = [None] * world_size
     dist.all_gather_object(objects, {"rank": rank})
     assert [found["rank"] for found in objects] == [0, 1, 2, 3]
     dist.barrier()
 
 
-def test_everything_else_goes_over_gloo(hosts: Hosts) -> None:
-    hosts.run(__name__, "_the_rest")
+def test_sparse_tensors_and_objects(hosts: Hosts) -> None:
+    hosts.run(__name__, "_sparse_and_objects")
 
 
 def _works(rank, world_size):
@@ -249,14 +309,57 @@ def _one_fails(rank, world_size):
 
 
 def test_a_failure_is_told_on_the_other_host(hosts: Hosts) -> None:
-    for rank, (name, said, blamed, took_s) in enumerate(hosts.run(__name__, "_one_fails")):
+    for name, said, _, took_s in hosts.run(__name__, "_one_fails"):
+        assert name == "DisagreementError"
         assert "rank 2 in reduce(SUM, 3 x float32) root 0, rank 3 in reduce(SUM, 3 x int32) root 0" in said
-        if rank < 2:
-            assert (name, blamed) == ("PeerFailedError", 2)
-            assert said.startswith("all_reduce failed on rank 2: ")
-            assert took_s < 2.0 + 2.0
-        else:
-            assert name == "DisagreementError"
+        assert took_s < 2.0 + 2.0
+
+
+def _dtypes_of_hosts(group, rank):
+    dist.all_reduce(torch.ones(3, dtype=torch.float32 if rank < 2 else torch.int32), group=group)
+
+
+def _sizes_of_hosts(group, rank):
+    dist.all_gather_single(torch.ones(4 * (3 + rank // 2)), torch.ones(3 + rank // 2), group=group)
+
+
+def _kinds_of_hosts(group, rank):
+    dist.barrier(group=group) if rank < 2 else dist.broadcast(torch.ones(1), 0, group=group)
+
+
+def _splits_of_ranks(group, rank):
+    pieces = [torch.ones(2 if (rank, other) == (0, 3) else 1) for other in range(4)]
+    dist.all_to_all([torch.ones(1) for _ in range(4)], pieces, group=group)
+
+
+def _sparse_dtypes_of_hosts(group, rank):
+    dtype = torch.float32 if rank < 2 else torch.float64
+    dist.all_reduce(torch.sparse_coo_tensor([[0]], torch.ones(1, dtype=dtype), (4,)), group=group)
+
+
+_DISAGREEMENTS = {
+    _dtypes_of_hosts: "rank 0 in all_reduce(SUM, 3 x float32), rank 2 in all_reduce(SUM, 3 x int32)",
+    _sizes_of_hosts: "rank 0 in all_gather(3 x float32), rank 2 in all_gather(4 x float32)",
+    _kinds_of_hosts: "rank 0 in barrier, rank 2 in broadcast(1 x float32) root 0",
+    _splits_of_ranks: "all_to_all: rank 0 sends 8 bytes to rank 3, which expects 4",
+    _sparse_dtypes_of_hosts: "rank 0 in sparse all_reduce(float32), rank 2 in sparse all_reduce(float64)",
+}
+
+
+def _hosts_differ(rank, world_size):
+    errors = []
+    for case in _DISAGREEMENTS:
+        group = dist.new_group()
+        errors.append(_error_of(lambda case=case, group=group: case(group, rank))[:2])
+        dist.destroy_process_group(group)
+    return errors
+
+
+def test_hosts_in_different_collectives_are_told_so(hosts: Hosts) -> None:
+    for errors in hosts.run(__name__, "_hosts_differ"):
+        for (name, said), expected in zip(errors, _DISAGREEMENTS.values(), strict=True):
+            assert name == "DisagreementError", said
+            assert expected in said
 
 
 def _one_aborts(rank, world_size):
@@ -344,8 +447,47 @@ def _error_of(call):
     return "nothing", "", None, 0.0
 
 
-def _wait_for_the_lost(rank, world_size):
-    return _error_of(lambda: dist.all_reduce(torch.ones(1000)))
+def _calls(lost):
+    """What waits for a lost rank, by whom it is done: every one of the others."""
+    one = (lost + 1) % 4
+
+    def gather(rank, group):
+        parts = [torch.ones(3) for _ in range(4)]
+        dist.gather(torch.ones(3), parts if rank == one else None, dst=one, group=group)
+
+    def scatter(rank, group):
+        parts = [torch.ones(3) for _ in range(4)]
+        dist.scatter(torch.ones(3), parts if rank == one else None, src=one, group=group)
+
+    def along(rank, group):
+        # Only one waits for the lost rank; the others wait for that one.
+        dist.recv(torch.ones(3), lost if rank == one else one, group=group)
+
+    return {
+        "all_reduce": lambda rank, group: dist.all_reduce(torch.ones(1000), group=group),
+        "gather": gather,
+        "scatter": scatter,
+        "all_to_all": lambda rank, group: dist.all_to_all_single(torch.ones(4), torch.ones(4), group=group),
+        "sparse": lambda rank, group: dist.all_reduce(torch.eye(4).to_sparse(), group=group),
+        "send": lambda rank, group: dist.send(torch.ones(3), lost, group=group),
+        "recv": lambda rank, group: dist.recv(torch.ones(3), lost, group=group),
+        "recv from anybody": lambda rank, group: dist.recv(torch.ones(3), group=group),
+        "recv along": along,
+    }
+
+
+_groups = {}
+
+
+def _make_groups(rank, world_size, lost):
+    for name in _calls(lost):
+        _groups[name] = dist.new_group()
+
+
+def _wait_for_the_lost(rank, world_size, lost):
+    return {
+        name: _error_of(lambda call=call, name=name: call(rank, _groups[name])) for name, call in _calls(lost).items()
+    }
 
 
 @pytest.mark.parametrize("lost", [3, 0], ids=["a rank", "a leader, with the store"])
@@ -355,12 +497,12 @@ def test_a_lost_rank_is_named_on_every_host(lost: int) -> None:
     if reason is not None:
         pytest.skip(f"no hosts to test with: {reason}")
     with Hosts(2, ranks_per_host=2) as hosts:
-        hosts.run(__name__, "_describe")
+        hosts.run(__name__, "_make_groups", lost)
         hosts.kill(lost)
         rest = [rank for rank in range(4) if rank != lost]
-        answers = hosts.run(__name__, "_wait_for_the_lost", ranks=rest)
-        for name, said, blamed, took_s in answers:
-            assert (name, blamed) == ("RankLostError", lost), said
-            assert f"rank {lost} is gone" in said
-            assert took_s < 2.0 + 2.0  # on a loaded machine
+        for answers in hosts.run(__name__, "_wait_for_the_lost", lost, ranks=rest):
+            for call, (name, said, blamed, took_s) in answers.items():
+                assert (name, blamed) == ("RankLostError", lost), (call, said)
+                assert f"rank {lost} is gone" in said, call
+                assert took_s < 2.0 + 2.0, call  # on a loaded machine
         assert [hosts.segments(host) for host in range(2)] == [[], []]

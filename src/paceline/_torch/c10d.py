@@ -100,6 +100,12 @@ def settle_async_tensor(tensor: Tensor) -> Tensor:
     return cast(Tensor, wait()) if wait is not None else tensor
 
 
+def behind_real_view(tensor: Tensor) -> Tensor:
+    """The complex tensor that ``torch.view_as_real`` was made of, if it was; ``dist.*`` hand on such views."""
+    base = tensor._base
+    return base if base is not None and base.is_complex() and not tensor.is_complex() else tensor
+
+
 def group_named(name: str) -> ProcessGroup:
     """The group a graph knows by its name; graphs hold names, since a group is not a value. No public equivalent."""
     try:

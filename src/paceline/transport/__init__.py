@@ -15,7 +15,8 @@ The layout, from the ground up:
 - ``packing``, ``checks``, ``forms``: tensors to addresses; what is refused; the short forms of calls
 - ``work``, ``launcher``: what a call gets back, and how it is started
 - ``reductions`` (with ``sparse``), ``exchanges``, ``process_group``: what c10d sees
-- ``conductor``, ``host``, ``leaders``, ``lines``, ``hosts``: groups that span hosts
+- ``conductor``, ``host``, ``leaders``, ``lines``, ``messages``, ``parcels``: the parts of a group that spans hosts
+- ``stages``, ``spanning_reductions``, ``spanning_exchanges``, ``hosts``: what c10d sees of one
 - ``creation``: which of them a new group is
 """
 

@@ -6,6 +6,7 @@ gloo's errors are ``RuntimeError``; ours are that and ``ValueError``, so ``excep
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,37 @@ def pieces(found: Sequence[Tensor], like: Tensor, *, size: int, what: str, list_
                 f"shm {what}: invalid tensor size at index {index} (expected {tuple(like.shape)}, "
                 f"got {tuple(piece.shape)})"
             )
+    return found
+
+
+def root_list(
+    given: Sequence[object], like: Tensor, *, is_root: bool, size: int, what: str, list_name: str
+) -> Sequence[Tensor]:
+    """One tensor a rank on the root, none elsewhere."""
+    found: Any = given
+    if found and not isinstance(found[0], Tensor):
+        found = single(found, what)
+    if is_root:
+        return pieces(found, like, size=size, what=what, list_name=list_name)
+    if len(found):
+        raise BadCollectiveError(f"shm {what}: requires empty {list_name} on non-root")
+    return []
+
+
+def gathered(
+    output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int
+) -> list[tuple[list[Tensor], Tensor]]:
+    """Where everybody's goes, and ours, for each tensor of an all_gather_coalesced."""
+    what = "all_gather_coalesced"
+    if len(output_lists) != size or any(len(outputs) != len(inputs) for outputs in output_lists):
+        raise BadCollectiveError(f"shm {what}: expected {size} output lists of {len(inputs)} tensors each")
+    if not inputs:
+        raise BadCollectiveError(f"shm {what}: requires non-empty input tensor list")
+    found = []
+    for index, one in enumerate(inputs):
+        outputs = [of_rank[index] for of_rank in output_lists]
+        pieces(outputs, tensor(one, what), size=size, what=what, list_name="output")
+        found.append((outputs, one))
     return found
 
 

@@ -50,7 +50,9 @@ class Exchanges(Launcher):
         opts = forms.options(c10d.GatherOptions, opts, default=forms.GATHER, timeout=timeout, root=root)
         tensor = checks.tensor(one(input_tensors, "gather"), "gather")
         target = checks.root(opts.rootRank, self._size, "gather")
-        outputs = self._root_list(output_tensors, tensor, target, what="gather", list_name="output")
+        outputs = checks.root_list(
+            output_tensors, tensor, is_root=self._rank == target, size=self._size, what="gather", list_name="output"
+        )
         packing = Packing()
         places = [place(packing.write(output)) for output in outputs] or [_NOTHING] * self._size
         sends = [_NOTHING] * self._size
@@ -69,7 +71,9 @@ class Exchanges(Launcher):
         opts = forms.options(c10d.ScatterOptions, opts, default=forms.SCATTER, timeout=timeout, root=root)
         tensor = checks.tensor(one(output_tensors, "scatter"), "scatter")
         source = checks.root(opts.rootRank, self._size, "scatter")
-        inputs = self._root_list(input_tensors, tensor, source, what="scatter", list_name="input")
+        inputs = checks.root_list(
+            input_tensors, tensor, is_root=self._rank == source, size=self._size, what="scatter", list_name="input"
+        )
         packing = Packing()
         packed = packing.write(tensor)
         sends = [place(packing.read_apart(piece, [packed])) for piece in inputs] or [_NOTHING] * self._size
@@ -94,19 +98,7 @@ class Exchanges(Launcher):
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        what = "all_gather_coalesced"
-        if len(output_lists) != self._size or any(len(outputs) != len(input_list) for outputs in output_lists):
-            raise BadCollectiveError(
-                f"shm {what}: expected {self._size} output lists of {len(input_list)} tensors each"
-            )
-        if not input_list:
-            raise BadCollectiveError(f"shm {what}: requires non-empty input tensor list")
-        gathered = []
-        for index, tensor in enumerate(input_list):
-            outputs = [of_rank[index] for of_rank in output_lists]
-            checks.pieces(outputs, checks.tensor(tensor, what), size=self._size, what=what, list_name="output")
-            gathered.append((outputs, tensor))
-        return self._all_gather(gathered, opts or forms.ALLGATHER)
+        return self._all_gather(checks.gathered(output_lists, input_list, size=self._size), opts or forms.ALLGATHER)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -173,19 +165,6 @@ class Exchanges(Launcher):
         inputs = [tensor for _, tensor in gathered]
         results = [output for outputs, _ in gathered for output in outputs]
         return self._launch("all_gather", inputs, results, one_after_another(starts), opts, packing)
-
-    def _root_list(
-        self, given: Sequence[Any], like: Tensor, root: int, *, what: str, list_name: str
-    ) -> Sequence[Tensor]:
-        """One tensor a rank on the root, none elsewhere."""
-        if given and not isinstance(given[0], Tensor):
-            checks.single(given, what)
-            given = given[0]
-        if self._rank != root:
-            if given:
-                raise BadCollectiveError(f"shm {what}: requires empty {list_name} on non-root")
-            return []
-        return checks.pieces(given, like, size=self._size, what=what, list_name=list_name)
 
     # -- older names -----------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from paceline.transport.codes import DTYPES, Kind, Op
+from paceline.transport.codes import DTYPES, Kind, Op, Status
 from paceline.transport.kernel import Channel
 from paceline.transport.packing import place
 
@@ -65,23 +67,31 @@ class Host:
         recvs[0] = place(part)
         self._exchange(sends, recvs, part, block, same=False, kind=Kind.SCATTER, root=0, timeout_s=timeout_s)
 
-    def all_gather(self, block: Tensor, part: Tensor, *, timeout_s: float) -> None:
+    def all_gather(self, block: Tensor, part: Tensor, *, kind: Kind = Kind.ALL_GATHER, timeout_s: float) -> None:
         """Everybody's ``part`` into the rows of ``block``."""
         if self._channel is None:
             block[0].copy_(part)
             return
         recvs = [place(row) for row in block]
-        self._exchange([place(part)], recvs, part, block, same=True, kind=Kind.ALL_GATHER, root=-1, timeout_s=timeout_s)
+        self._exchange([place(part)], recvs, part, block, same=True, kind=kind, root=-1, timeout_s=timeout_s)
+
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], *, kind: Kind, timeout_s: float) -> None:
+        """Send ``sends[d]`` to each rank ``d``, receive ``recvs[s]`` from each rank ``s``."""
+        if self._channel is None:
+            recvs[0].copy_(sends[0])
+            return
+        places = [place(piece) for piece in sends], [place(piece) for piece in recvs]
+        self._exchange(*places, *sends, *recvs, same=False, kind=kind, root=-1, timeout_s=timeout_s)
 
     def barrier(self, *, timeout_s: float) -> None:
         """Every rank of the host has come this far."""
         if self._channel is not None:
             self._channel.barrier(timeout_s=timeout_s, inline=True).wait()
 
-    def give_up(self, cause: str, *, blamed: int | None, is_lost: bool) -> None:
+    def give_up(self, cause: str, *, blamed: int | None, status: Status) -> None:
         """Make the others' calls fail, now and later."""
         if self._channel is not None:
-            self._channel.poison(cause, blamed=blamed, is_lost=is_lost)
+            self._channel.poison(cause, blamed=blamed, status=status)
 
     def close(self) -> None:
         """Leave."""

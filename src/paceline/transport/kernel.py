@@ -310,16 +310,16 @@ class Channel:
 
     # -- ends -----------------------------------------------------------------------------------------------
 
-    def poison(self, cause: str, *, blamed: int | None, is_lost: bool = False) -> None:
+    def poison(self, cause: str, *, blamed: int | None, status: Status = Status.POISONED) -> None:
         """Make every rank's calls on this group fail, now and later, with ``cause``; nothing if it is closed already.
 
-        ``blamed`` is the name of the rank at fault, of this host or another, if it is one; ``is_lost``: it is gone.
+        ``blamed`` is the name of the rank at fault, of this host or another, if it is one; ``status`` is how they end.
         """
         if self._is_ours():
             with self._lock:
                 channel = self._channel or self._closing
                 if channel is not None:
-                    self._library.pl_poison(channel, cause.encode(), -1 if blamed is None else blamed, is_lost)
+                    self._library.pl_poison(channel, cause.encode(), -1 if blamed is None else blamed, status)
 
     def close(self) -> None:
         """Finish what was started, then leave the group; ranks that wait for this one from now on are told."""

@@ -1,4 +1,8 @@
-"""``Leaders``: one rank of each host, exchanging for all of them over another backend. Calls return when they ended."""
+"""``Leaders``: one rank of each host, exchanging for all of them over another backend. Calls return when they ended.
+
+Each call begins with a comparison of what the hosts are about to do, in words (``what``). Backends do not compare:
+where sizes differ gloo hangs or ends the process, and where dtypes do, the result is nonsense.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.errors import BadCollectiveError
+from paceline.errors import BadCollectiveError, DisagreementError
 from paceline.transport.codes import Op
+from paceline.transport.messages import close_connections
 
 _REDUCE_OPS = {
     Op.SUM: c10d.ReduceOp.SUM,
@@ -40,35 +45,44 @@ _CARRIERS = {
 }
 
 
+_WHAT_BYTES = 128
+
+
 class Leaders:
-    """The leader of host ``rank`` among the leaders of ``hosts``."""
+    """A leader among those of ``hosts``; ``names`` is what errors call the group's ranks."""
 
-    def __init__(self, backend: Any, *, rank: int, hosts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, backend: Any, *, hosts: Sequence[Sequence[int]], names: Sequence[int]) -> None:
         self._backend = backend
-        self._rank = rank
         self._hosts = hosts
+        self._names = [names[ranks[0]] for ranks in hosts]
 
-    def all_reduce(self, tensor: Tensor, *, op: Op, timeout_s: float) -> None:
+    def all_reduce(self, tensor: Tensor, *, op: Op, what: str, timeout_s: float) -> None:
         """Fold the leaders' tensors into all of them."""
+        self._agree(what, timeout_s)
         options = _with(c10d.AllreduceOptions(), timeout_s, reduceOp=_REDUCE_OPS[op])
         self._reduced(tensor, op, lambda part: self._backend.allreduce([part], options).wait())
 
-    def reduce(self, tensor: Tensor, *, root: int, op: Op, timeout_s: float) -> None:
+    def reduce(self, tensor: Tensor, *, root: int, op: Op, what: str, timeout_s: float) -> None:
         """Fold the leaders' tensors into the one of host ``root``; the others' are spoilt."""
+        self._agree(what, timeout_s)
         options = _with(c10d.ReduceOptions(), timeout_s, reduceOp=_REDUCE_OPS[op], rootRank=root)
         self._reduced(tensor, op, lambda part: self._backend.reduce([part], options).wait())
 
-    def broadcast(self, tensor: Tensor, *, root: int, timeout_s: float) -> None:
+    def broadcast(self, tensor: Tensor, *, root: int, what: str, timeout_s: float) -> None:
         """Give all leaders the tensor of host ``root``."""
+        self._agree(what, timeout_s)
         options = _with(c10d.BroadcastOptions(), timeout_s, rootRank=root)
         self._backend.broadcast([_as_bytes(tensor)], options).wait()
 
     def barrier(self, *, timeout_s: float) -> None:
         """Every host has come this far."""
-        self._backend.barrier(_with(c10d.BarrierOptions(), timeout_s)).wait()
+        self._agree("barrier", timeout_s)
 
-    def all_gather(self, whole: Tensor, block: Tensor, *, timeout_s: float) -> None:
+    def all_gather(self, whole: Tensor, block: Tensor, *, what: str, timeout_s: float) -> None:
         """Everybody's rows ``block`` into ``whole``, each at its rank."""
+        self._agree(what, timeout_s)
+        if not whole.numel():
+            return
         most = max(map(len, self._hosts))
         padded = block.new_zeros((most, *block.shape[1:]))
         padded[: len(block)] = block
@@ -79,19 +93,22 @@ class Leaders:
             for rank, row in zip(ranks, rows, strict=False):
                 whole[rank].copy_(row.view_as(whole[rank]))
 
-    def reduce_scatter(self, block: Tensor, rows: Tensor, *, op: Op, timeout_s: float) -> None:
+    def exchange(self, sends: Sequence[Tensor], recv_nbytes: Sequence[int], *, timeout_s: float) -> list[Tensor]:
+        """Send bytes ``sends[h]`` to each host ``h``; what comes from each, of which the sizes are agreed upon."""
+        got = torch.empty(sum(recv_nbytes), dtype=torch.uint8)
+        nbytes = [piece.numel() for piece in sends]
+        options = _with(c10d.AllToAllOptions(), timeout_s)
+        self._backend.alltoall_base(got, torch.cat(list(sends)), list(recv_nbytes), nbytes, options).wait()
+        return list(got.split(list(recv_nbytes)))
+
+    def reduce_scatter(self, block: Tensor, rows: Tensor, *, op: Op, what: str, timeout_s: float) -> None:
         """Fold the leaders' ``rows`` (one a rank of the group); those of this host's ranks into ``block``."""
-        sent = torch.cat([rows[list(ranks)].reshape(-1) for ranks in self._hosts])
-        got = torch.empty(len(self._hosts) * block.numel(), dtype=block.dtype)
-        row_bytes = rows.shape[1] * rows.element_size()
-        self._backend.alltoall_base(
-            _as_bytes(got),
-            _as_bytes(sent),
-            [block.numel() * block.element_size()] * len(self._hosts),
-            [len(ranks) * row_bytes for ranks in self._hosts],
-            _with(c10d.AllToAllOptions(), timeout_s),
-        ).wait()
-        parts = got.view(len(self._hosts), *block.shape)
+        self._agree(what, timeout_s)
+        if not rows.numel():
+            return
+        sends = [_as_bytes(rows[list(ranks)]) for ranks in self._hosts]
+        found = self.exchange(sends, [block.nbytes] * len(self._hosts), timeout_s=timeout_s)
+        parts = [part.view(block.dtype).view_as(block) for part in found]
         carrier = _CARRIERS.get(block.dtype, block.dtype)
         total = parts[0].to(carrier)
         for part in parts[1:]:
@@ -103,11 +120,26 @@ class Leaders:
         backend, self._backend = self._backend, _Silence()
         if isinstance(backend, _Silence):
             return
+        if isinstance(backend, c10d.ProcessGroupGloo):
+            close_connections(backend)
+            return
         for end in ("abort", "shutdown"):
             try:
                 getattr(backend, end)()
             except (AttributeError, RuntimeError):  # not every backend has both
                 continue
+
+    def _agree(self, what: str, timeout_s: float) -> None:
+        mine = torch.frombuffer(bytearray(what.encode()[:_WHAT_BYTES].ljust(_WHAT_BYTES)), dtype=torch.uint8)
+        everybodys = [torch.empty_like(mine) for _ in self._hosts]
+        self._backend.allgather([everybodys], [mine], _with(c10d.AllgatherOptions(), timeout_s)).wait()
+        one = everybodys[0]
+        for leader, other in zip(self._names, everybodys, strict=True):
+            if not torch.equal(one, other):
+                raise DisagreementError(
+                    f"ranks are in different collectives: rank {self._names[0]} in {_words(one)}, rank {leader} in "
+                    f"{_words(other)}; every rank has to call the same ones in the same order"
+                )
 
     def _reduced(self, tensor: Tensor, op: Op, exchange: Callable[[Tensor], object]) -> None:
         carrier = _CARRIERS.get(tensor.dtype)
@@ -138,6 +170,10 @@ def _with(options: Any, timeout_s: float, **values: Any) -> Any:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """For exchanges that do not look at numbers: dtypes that the backend does not know travel, too."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _words(told: Tensor) -> str:
+    return bytes(told.tolist()).decode("utf-8", "replace").rstrip()
 
 
 def _fold(one: Tensor, other: Tensor, op: Op) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -22,6 +23,11 @@ def is_plain(tensor: Tensor) -> bool:
 def place(tensor: Tensor) -> Place:
     """Where a plain tensor is."""
     return tensor.data_ptr(), tensor.nbytes
+
+
+def bytes_at(address: int, nbytes: int) -> Tensor:
+    """Memory of somebody else, for as long as it lasts."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 class Packing:

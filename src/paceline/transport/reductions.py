@@ -18,7 +18,7 @@ from paceline.transport.checks import KERNEL_CODES
 from paceline.transport.codes import Kind, Op
 from paceline.transport.kernel import Job
 from paceline.transport.launcher import Launcher, one, one_after_another, same_length
-from paceline.transport.packing import Packing, is_plain
+from paceline.transport.packing import Packing, bytes_at, is_plain, place
 from paceline.transport.sparse import SparseSum
 from paceline.transport.work import ENDED, ShmWork
 
@@ -130,12 +130,23 @@ class Reductions(Launcher):
         return self._launch("all_reduce", tensors, list(tensors), start, opts, packing)
 
     def _all_reduce_sparse(self, tensor: Tensor, op: int, opts: Any) -> Any:
-        total = SparseSum(self.channel, tensor, op=op)
+        channel = self.channel
+        total = SparseSum(tensor, op=op, rank=self._rank, names=channel.names)
+        sent = total.sent
+        begun: list[Job] = []
 
         def start(_: bool, timeout_s: float) -> Sequence[Job]:
-            return [total.start(timeout_s=timeout_s)]
+            begun.append(
+                channel.gather_unequal(
+                    *place(sent), kind=Kind.SPARSE_ALL_REDUCE, dtype=total.dtype, timeout_s=timeout_s, keep=sent
+                )
+            )
+            return begun
 
-        return self._launch("sparse_all_reduce", [tensor], [tensor], start, opts, after=total.finish)
+        def finish() -> None:
+            total.finish([bytes_at(*begun[0].part(rank)) for rank in range(self._size)])
+
+        return self._launch("sparse_all_reduce", [tensor], [tensor], start, opts, after=finish)
 
     # -- to one, to each a part ------------------------------------------------------------------------------
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from paceline import _torch
 from paceline.errors import BadCollectiveError, DisagreementError
-from paceline.transport.codes import Kind, Op
-from paceline.transport.kernel import Channel, Job
+from paceline.transport.codes import Op
 
 _MAX_DIMS = 16
 # Before the indices and values of a rank: its number of rows, sparse and dense dimensions, and its shape.
@@ -19,52 +19,48 @@ _GRAIN = 16
 
 
 class SparseSum:
-    """One sum. A rank's tensor travels as one piece of bytes, whose size the others need not know before."""
+    """One sum, on rank ``rank`` of those with ``names``. A rank's tensor travels as one piece of bytes, ``sent``."""
 
-    def __init__(self, channel: Channel, tensor: Tensor, *, op: int) -> None:
+    def __init__(self, tensor: Tensor, *, op: int, rank: int, names: Sequence[int]) -> None:
         if tensor.layout is not torch.sparse_coo:
             raise BadCollectiveError(f"shm all_reduce: unsupported layout {tensor.layout}")
         if op != Op.SUM:
             raise BadCollectiveError(
                 "shm all_reduce: unsupported reduction operation: sparse tensors can be summed only"
             )
+        # A sum is left in a sparse tensor by giving it other rows, and those of a view are not seen through its base.
+        tensor = _torch.behind_real_view(tensor)
         if tensor.dim() > _MAX_DIMS:
             raise BadCollectiveError(f"shm all_reduce: sparse tensors have at most {_MAX_DIMS} dimensions here")
-        self._channel = channel
         self._target = tensor
-        self._sent = _as_bytes(tensor.detach().coalesce())
-        self._job: Job | None = None
+        self.dtype = tensor.dtype
+        self._rank = rank
+        self._names = names
+        self.sent = _as_bytes(tensor.detach().coalesce())
 
-    def start(self, *, timeout_s: float) -> Job:
-        """Send the rows."""
-        self._job = self._channel.gather_unequal(
-            self._sent.data_ptr(),
-            self._sent.nbytes,
-            kind=Kind.SPARSE_ALL_REDUCE,
-            dtype=self._target.dtype,
-            timeout_s=timeout_s,
-            keep=self._sent,
-        )
-        return self._job
+    def compare_dtypes(self, found: Sequence[int]) -> None:
+        """Refuse what is not of one dtype; ``found`` has the number of each rank's. The kernel does so by itself."""
+        for rank, number in enumerate(found):
+            if number != found[0]:
+                raise DisagreementError(
+                    f"all_reduce: the sparse tensors of ranks {self._names[0]} and {self._names[rank]} differ in dtype"
+                )
 
-    def finish(self) -> None:
-        """Add them up in rank order, as gloo does, and leave the sum in the tensor."""
-        parts = [self._part(rank) for rank in range(self._channel.size)]
+    def finish(self, pieces: Sequence[Tensor]) -> None:
+        """Add up what ranks have sent, in rank order, as gloo does, and leave the sum in the tensor."""
+        parts = [self._part(rank, found) for rank, found in enumerate(pieces)]
         with torch.no_grad():
             total = parts[0]
             for part in parts[1:]:
                 total = total + part
             self._target.copy_(total.coalesce())
 
-    def _part(self, rank: int) -> Tensor:
-        """A rank's tensor, on memory of the job. Ranks that differ raise on all ranks alike."""
-        assert self._job is not None, "finish() comes after start()"
-        address, nbytes = self._job.part(rank)
-        found = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-        head, mine = (part[: _HEAD * 8].view(torch.int64) for part in (found, self._sent))
+    def _part(self, rank: int, found: Tensor) -> Tensor:
+        """A rank's tensor, on the memory it came in. Ranks that differ raise on all ranks alike."""
+        head, mine = (part[: _HEAD * 8].view(torch.int64) for part in (found, self.sent))
         if not torch.equal(head[1:], mine[1:]):
             raise DisagreementError(
-                f"all_reduce: the sparse tensors of ranks {self._channel.name} and {self._channel.names[rank]} differ "
+                f"all_reduce: the sparse tensors of ranks {self._names[self._rank]} and {self._names[rank]} differ "
                 f"in shape or sparse dimensions ({_shape(mine)} and {_shape(head)})"
             )
         rows, sparse_dim, dense_dim = head[:3].tolist()

@@ -166,6 +166,19 @@ def sparse(rank, world_size):
     same(mine.to_dense(), want, "sparse all_reduce")
 
 
+@case(shm_only="gloo leaves complex ones as they are, in silence")
+def sparse_complex(rank, world_size):
+    """dist.all_reduce hands on a view as real numbers, whose rows are not those of the tensor it was made of."""
+    values = torch.tensor([1 + 2j, 3 + 4j])
+    mine = torch.sparse_coo_tensor([[0, 1 + rank]], (rank + 1) * values, (1 + world_size,), check_invariants=True)
+    dist.all_reduce(mine)
+    want = torch.zeros(1 + world_size, dtype=mine.dtype)
+    for other in range(world_size):
+        want[0] += (other + 1) * values[0]
+        want[1 + other] = (other + 1) * values[1]
+    same(mine.to_dense(), want, "complex sparse all_reduce")
+
+
 @case(shm_only="gloo does not add sparse bfloat16")
 def sparse_asynchronous(rank, world_size):
     """Which rows there are differs between ranks; a rank that is early does not wait for that in the call."""

@@ -247,7 +247,7 @@ static void *run_rank(void *argument) {
 static void *run_poison(void *argument) {
     rank_thread *t = argument;
     if (t->rank == size - 1) {
-        pl_poison(t->channel, "enough", -1, 0);
+        pl_poison(t->channel, "enough", -1, PL_POISONED);
     } else {
         pl_job *job = pl_barrier(t->channel, TIMEOUT_S, t->rank % 2);
         CHECK(job && pl_job_wait(job, 1e30) == PL_POISONED, "poison");

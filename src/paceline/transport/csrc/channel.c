@@ -210,8 +210,8 @@ void pl_abort(pl_channel *ch) {
     pl_close(ch);
 }
 
-void pl_poison(pl_channel *ch, const char *cause, int blamed, int is_lost) {
-    if (!pl_is_forked(ch)) pl_set_poison(ch, is_lost ? PL_LOST : PL_POISONED, blamed, cause);
+void pl_poison(pl_channel *ch, const char *cause, int blamed, int status) {
+    if (!pl_is_forked(ch)) pl_set_poison(ch, (enum pl_status)status, blamed, cause);
 }
 
 void pl_set_spin(pl_channel *ch, double inline_s, double worker_s) {

@@ -281,8 +281,11 @@ void pl_fold_run(const pl_fold *f, void *const *outs, int n_outs, const void *co
     /* A line that was just read is cheap to write in the same pass. Others, such as a staging area that another CPU has
      * in its cache, are better written by memcpy, which does not have to fetch them first. */
     const int fused = n_outs > 1 && is_among(outs[1], ins, n_ins);
-    for (uint64_t at = 0; at < numbers; at += BLOCK) {
-        uint64_t n = numbers - at < BLOCK ? numbers - at : BLOCK;
+    /* Two inputs that become two outputs need nothing in between (fold_native), and are done in one go. */
+    const int at_once = fused && n_outs == 2 && n_ins == 2 && f->op != PL_AVG && !is_packed(f->dtype);
+    const uint64_t block = at_once ? numbers : BLOCK;
+    for (uint64_t at = 0; at < numbers; at += block) {
+        uint64_t n = numbers - at < block ? numbers - at : block;
         void *out = (char *)outs[0] + at * item, *also = fused ? (char *)outs[1] + at * item : NULL;
         if (is_packed(f->dtype)) fold_packed(f, out, also, ins, n_ins, at, n);
         else fold_native(f, out, also, ins, n_ins, at, n, item);

@@ -91,9 +91,9 @@ PL_API pl_job *pl_recv(pl_channel *, void *dst, uint64_t nbytes, int from, int64
 PL_API int pl_register_arena(pl_channel *, uint64_t arena, const uint64_t *bases, uint64_t nbytes);
 PL_API void pl_unregister_arena(pl_channel *, uint64_t arena);
 
-/* Make everybody's calls fail, now and later. `blamed` is the number of the rank at fault, which need not be one of
- * these, or -1; `is_lost`: it is gone. */
-PL_API void pl_poison(pl_channel *, const char *cause, int blamed, int is_lost);
+/* Make everybody's calls fail, now and later, with `status`. `blamed` is the number of the rank at fault, which need not
+ * be one of these, or -1. */
+PL_API void pl_poison(pl_channel *, const char *cause, int blamed, int status);
 PL_API void pl_close(pl_channel *); /* finishes what was started; calls after it are refused */
 PL_API void pl_abort(pl_channel *); /* makes it fail, everywhere, and closes */
 PL_API void pl_free(pl_channel *);  /* after closing, when nobody is going to call any more */

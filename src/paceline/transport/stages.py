@@ -1,0 +1,139 @@
+"""``Stages``: how the collectives of a group that spans hosts are run, and how they end.
+
+A collective here is stages: shared memory, leaders, shared memory. When one fails, the rank tells its host and all
+others (``lines``) and hangs up on them, so that nobody waits for what cannot come and all know why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import _torch
+from paceline.errors import PacelineError
+from paceline.transport.codes import Kind, Op, Status
+from paceline.transport.conductor import Conductor
+from paceline.transport.herald import Herald
+from paceline.transport.host import Host
+from paceline.transport.leaders import Leaders
+from paceline.transport.lines import Lines, Report
+from paceline.transport.messages import Messages
+from paceline.transport.packing import Packing
+from paceline.transport.work import ENDED, ShmWork
+
+# How long a rank waits for the others to say why: all are to know within 2 s.
+_CAUSE_S = 1.2
+_STATUS = {"lost": Status.LOST, "failed": Status.POISONED, "disagreed": Status.DISAGREED}
+
+
+class Stages:
+    """What the collectives of a group that spans hosts have in common."""
+
+    _rank: int
+    _size: int
+    _names: Sequence[int]
+    _hosts: Sequence[Sequence[int]]
+    _mine: int
+    _timeout_s: float
+    _host: Host
+    _leaders: Leaders | None
+    _lines: Lines
+    _messages: Messages
+    _herald: Herald
+    _conductor: Conductor
+
+    def _launch(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: list[Tensor],
+        stages: Callable[[float], None],
+        opts: Any,
+        packing: Packing | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Any:
+        if packing:
+            after = packing.unpack
+        asked_s = opts.timeout.total_seconds()
+        limit_s = asked_s if asked_s > 0 else self._timeout_s
+        on_end = _torch.start_profiler_range(f"shm:{name}", inputs) if _torch.is_profiling() else None
+
+        def run() -> None:
+            try:
+                with torch.no_grad():
+                    stages(limit_s)
+                    if after is not None:
+                        after()
+            except Exception as error:
+                raise self._failed(name, error) from error
+            except BaseException:
+                # Ctrl-C: the others are not left waiting.
+                me = self._names[self._rank]
+                self._give_up(Report(rank=me, why="failed", said=f"rank {me} was interrupted in {name}"))
+                raise
+            finally:
+                if on_end is not None:
+                    on_end()
+
+        inline = not opts.asyncOp
+        task = self._conductor.submit(run, inline=inline)
+        if inline:
+            task.wait()
+            return ENDED
+        return ShmWork((task,), outputs, herald=self._herald)
+
+    def _gather(self, whole: Tensor, part: Tensor, *, kind: Kind = Kind.ALL_GATHER, what: str, limit_s: float) -> None:
+        """Everybody's ``part`` into the rows of ``whole``, by rank."""
+        block = part.new_empty((len(self._hosts[self._mine]), *part.shape))
+        self._host.all_gather(block, part, kind=kind, timeout_s=limit_s)
+        if self._leaders is not None:
+            self._leaders.all_gather(whole, block, what=what, timeout_s=limit_s)
+        self._host.broadcast(whole, root=0, timeout_s=limit_s)
+
+    def _host_of(self, rank: int) -> int:
+        return next(index for index, ranks in enumerate(self._hosts) if rank in ranks)
+
+    def _words(self, name: str, tensor: Tensor, *, op: Op | None = None, root: int | None = None) -> str:
+        """What a rank is about to do, for the comparison between hosts."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        # As between ranks of a host: an empty tensor is often made without thinking of a dtype.
+        moved = f"{tensor.numel()} x {dtype}" if tensor.numel() or op is not None else "nothing"
+        of_root = "" if root is None else f" root {self._names[root]}"
+        return f"{name}({'' if op is None else f'{op.name}, '}{moved}){of_root}"
+
+    # -- when something fails --------------------------------------------------------------------------------
+
+    def _failed(self, name: str, error: Exception) -> Exception:
+        """Find out why, and tell: the group cannot go on."""
+        if isinstance(error, PacelineError):
+            self._give_up(Report.of(error, name, rank=self._names[self._rank]))
+            return error
+        suspects = [ranks[0] for ranks in self._hosts]
+        report = self._cause(suspects, f"{name}: the exchange with the other hosts failed: {error}")
+        self._give_up(report)
+        return report.error()
+
+    def _cause(self, suspects: Sequence[int], said: str) -> Report:
+        """Why an exchange with ``suspects`` has failed; if nobody knows, one of those who say nothing is at fault."""
+        # First, as who waits for this rank should find out as well, and may be the one who knows.
+        self._hang_up()
+        found = self._lines.find(_CAUSE_S)
+        if found is not None:
+            return found
+        silent = self._lines.silent(suspects)
+        if silent:
+            said += f"; nothing is heard of rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        return Report(rank=silent[0] if len(silent) == 1 else None, why="lost", said=said)
+
+    def _give_up(self, report: Report) -> None:
+        self._lines.tell(report)
+        self._hang_up()
+        self._host.give_up(report.said, blamed=report.rank, status=_STATUS[report.why])
+
+    def _hang_up(self) -> None:
+        if self._leaders is not None:
+            self._leaders.hang_up()
+        self._messages.hang_up()
