@@ -45,11 +45,13 @@ class Packing:
         kinds = sorted(by_dtype.values(), key=lambda kind: -kind[0].element_size())
         sizes_bytes = [sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in kinds]
         self.tensors = [tensor for kind in kinds for tensor in kind]
-        self.message = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
         self.places: list[Tensor] = []
         """What the message holds for each of the tensors."""
-        for kind, part in zip(kinds, self.message.split(sizes_bytes), strict=True):
-            self.places += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
+        # It outlives the inference mode that it may be made in, where tensors are such that nobody may write later.
+        with torch.inference_mode(False):
+            self.message = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
+            for kind, part in zip(kinds, self.message.split(sizes_bytes), strict=True):
+                self.places += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
 
     def take_memory(self) -> None:
         """Have room for the message. It is not kept between broadcasts, unlike the places, which take long to make."""
@@ -211,7 +213,8 @@ class BufferSync:
         values = dict(zip(map(id, packing.tensors), packing.places, strict=True))
         for place in self._places:
             if id(place.buffer) in values:
-                renewed = torch.empty_like(place.buffer).copy_(values[id(place.buffer)])
+                with torch.inference_mode(False):
+                    renewed = torch.empty_like(place.buffer).copy_(values[id(place.buffer)])
                 for holder, key in place.holders:
                     holder[key] = renewed
 

@@ -248,6 +248,30 @@ def _inference_between(rank, world_size):
     assert_in_sync(model)
 
 
+def _inference_first(rank, world_size, held):
+    """Tensors made in inference mode cannot be written later: none of them may stay behind."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = _bn()
+    ddp = DDP(model)
+    # With a forward that waits for its backward, buffers are replaced and not overwritten.
+    output = ddp(batch(rank)) if held else None
+    ddp.eval()
+    with torch.inference_mode():
+        ddp(batch(rank, 20))
+    ddp.train()
+    for i in range(2):
+        (ddp(batch(rank, i)) if output is None else output).square().mean().backward()
+        output = None
+    assert not any(buffer.is_inference() for buffer in model.buffers())
+    assert_in_sync(model)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_inference_mode_before_training(ranks, held):
+    ranks(_inference_first, held)
+
+
 def test_evaluation_between_steps(ranks):
     ranks(_inference_between)
 
