@@ -49,6 +49,12 @@ class TorchReducer:
         """Buckets are rebuilt at the start of the second synchronised backward, by themselves."""
         return False
 
+    def prepare_for_forward(self) -> None:
+        """For trainers that call the steps of a forward one by one: there is nothing to prepare."""
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """The same: a backward is noticed when it runs."""
+
     def _set_static_graph(self) -> None:
         self._ours.set_static_graph()
 
@@ -363,7 +369,7 @@ class TorchNames:
         sync_final_model(self, is_last_joiner=is_last_joiner)
 
     def _check_global_requires_backward_grad_sync(self: Any, is_joined_rank: bool) -> bool:
-        """[Note: one word before each forward]: say it, or hear it on a rank that has joined."""
+        """[Note: one word before each exchange]: say it, or hear it on a rank that has joined."""
         rank = self._reducer.channel.rank
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         word = SILENCE if is_joined_rank else Word(syncs, self.will_sync_buffers(), rank)

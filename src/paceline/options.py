@@ -144,6 +144,8 @@ class Placement:
                 f"The module's parameters are on devices of different types ({', '.join(sorted(types))}); one "
                 "process group cannot reduce them. Move them to one type of device."
             )
+        if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
+            raise BadTypeError(f"device_ids must be None or a list of one device, not {device_ids!r}.")
         if device_ids is not None and len(device_ids) > 1:
             raise BadArgumentError(
                 f"device_ids can only be None or contain a single element, not {device_ids!r}: one process drives "
@@ -216,7 +218,13 @@ class Delay:
             return Delay(frozenset())
         by_id = {id(param): name for name, param in module.named_parameters()}
         names = []
-        for name, param in delay_all_reduce_named_params:
+        for pair in delay_all_reduce_named_params:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise BadTypeError(
+                    "delay_all_reduce_named_params must hold pairs of a name and a parameter, as named_parameters() "
+                    f"gives them, not a {type(pair).__name__}."
+                )
+            name, param = pair
             if id(param) not in by_id:
                 raise BadArgumentError(
                     f"delay_all_reduce_named_params names {name!r}, but that tensor is not a parameter of the module."

@@ -77,6 +77,15 @@ def precision_is_a_dtype(rank):
     DDP(nn.Linear(2, 2), mixed_precision=torch.bfloat16)
 
 
+def device_ids_is_a_number(rank):
+    DDP(nn.Linear(2, 2), device_ids=0)
+
+
+def delayed_without_names(rank):
+    model = nn.Linear(2, 2)
+    DDP(model, delay_all_reduce_named_params=model.parameters(), param_to_hook_all_reduce=model.weight)
+
+
 WRONG_TYPES = [
     (not_a_module, "str"),
     (a_class, "Linear"),
@@ -87,6 +96,8 @@ WRONG_TYPES = [
     (cap_list_of_text, "bucket_cap_mb_list"),
     (mesh_is_a_tuple, "device_mesh"),
     (precision_is_a_dtype, "mixed_precision"),
+    (device_ids_is_a_number, "device_ids must"),
+    (delayed_without_names, "delay_all_reduce_named_params must"),
 ]
 
 
