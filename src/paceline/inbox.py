@@ -56,6 +56,10 @@ class Inbox:
             self.limit = min(BATCH, 1 + self._came // GROWTH)
         return slots
 
+    def peek(self) -> list[Slot]:
+        """What :meth:`take` would take."""
+        return self._slots.copy()
+
     def begin_backward(self) -> None:
         self._in_backward, self._came = True, 0
 

@@ -1,13 +1,18 @@
 """Uneven inputs: what a rank does that has run out of inputs while others have not.
 
-[Note: one word before each forward]
-Inside ``join()`` every rank that still has inputs says one word before its forward, and every rank that has not
-listens: whether buffers will be broadcast, whether backward will synchronise, and who is still there. The ranks
-that have joined then do their part of exactly those collectives, with nothing to add.
+[Note: one word before each exchange]
+Inside ``join()`` every rank that still has inputs says one word before its forward and one before a backward that
+synchronises, and every rank that has not listens: whether buffers will be broadcast, whether gradients will be
+reduced, and who is still there. The ranks that have joined then do their part of exactly those collectives, with
+nothing to add. Forwards and backwards may come in any number and order.
+
+torch's ``Join`` with several joinables calls the hooks of all of them once an iteration. A second word in one would
+make the others do their part twice, so there the word before forward promises the backward as well, exactly one.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,6 +65,8 @@ class Joining:
     """What a wrapper knows of the ``join()`` it is in, or was last in."""
 
     divide_by_initial_world_size: bool = True
+    alone: bool = False
+    """There are no other joinables, so backwards have a word of their own."""
     has_run: bool = False
     """Some iteration of this wrapper ran inside ``join()``."""
     has_shadowed: bool = False
@@ -69,26 +76,46 @@ class Joining:
 
 
 def say_word(ddp: DistributedDataParallel, word: Word) -> int:
-    """Before a forward, inside ``join()`` or not: the rank whose buffers are the ones to follow."""
+    """Before an exchange, inside ``join()`` or not: the rank whose buffers are the ones to follow."""
     inside = _torch.is_joining(ddp)
     Join.notify_join_context(ddp)
-    ddp._reducer.weighing.by_participants = inside and not ddp.joining.divide_by_initial_world_size
+    weighing = ddp._reducer.weighing
+    weighing.by_participants = inside and not ddp.joining.divide_by_initial_world_size
+    weighing.apart = inside
     if not inside:
         return 0
     ddp.joining.has_run = True
     return exchange_word(word, channel=ddp._reducer.channel, device=ddp.join_device).rank
 
 
+def say_word_of_backward(ddp: DistributedDataParallel) -> None:
+    """A backward that synchronises begins: have the ranks that have joined follow it."""
+    if ddp.joining.alone and _torch.is_joining(ddp):
+        say_word(ddp, Word(sync_gradients=True, sync_buffers=False, rank=ddp._reducer.channel.rank))
+
+
 class DDPJoinHook(JoinHook):
     """Shadows the collectives of one wrapper for a rank that has joined."""
 
-    def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool, alone: bool = False
+    ) -> None:
         super().__init__()
         self.ddp = ddp
         ddp.joining.divide_by_initial_world_size = divide_by_initial_world_size
+        ddp.joining.alone = alone
+        if alone:
+            ref = weakref.ref(ddp)
+
+            def before_sync() -> None:
+                wrapper = ref()
+                if wrapper is not None:
+                    say_word_of_backward(wrapper)
+
+            ddp._reducer.before_sync = before_sync
 
     def main_hook(self) -> None:
-        """[Note: one word before each forward]: do this rank's part of one iteration of the others."""
+        """[Note: one word before each exchange]: do this rank's part of what the others do next."""
         ddp, joining, reducer = self.ddp, self.ddp.joining, self.ddp._reducer
         joining.has_run = True
         word = exchange_word(SILENCE, channel=reducer.channel, device=ddp.join_device)
@@ -110,10 +137,11 @@ def sync_final_model(ddp: DistributedDataParallel, *, is_last_joiner: bool) -> N
     source = highest_rank(is_last_joiner, rank=reducer.channel.rank, channel=reducer.channel, device=ddp.join_device)
     joining.authoritative_rank = source
     ddp.broadcast_state(source=source, with_buffers=ddp.forward_sync_buffers)
-    reducer.weighing.by_participants = False
+    reducer.weighing.by_participants = reducer.weighing.apart = False
     if joining.has_shadowed:
         # The others' gradients served the optimizers inside join(); they are not this rank's to add to.
         joining.has_shadowed = False
         for slot in reducer.trainable():
             slot.param.grad = None
+    reducer.before_sync = None
     _torch.leave_join(ddp)

@@ -349,7 +349,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if reducer.shares and DistributedDataParallel._active_ddp_module is None:
             ownership.take_over(reducer)
         will_sync_buffers = self.will_sync_buffers()
-        source = say_word(self, Word(will_sync, will_sync_buffers, reducer.channel.rank))
+        promised = will_sync and not self.joining.alone
+        source = say_word(self, Word(promised, will_sync_buffers, reducer.channel.rank))
         if self._runs_buffer_hook(BufferHookLocation.PRE_FORWARD):
             self._run_buffer_hook()
         elif will_sync_buffers and not self.has_buffer_hook:
@@ -601,11 +602,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
+            alone=True,
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         divide = bool(kwargs.get("divide_by_initial_world_size", True))
-        return DDPJoinHook(self, divide_by_initial_world_size=divide)
+        return DDPJoinHook(self, divide_by_initial_world_size=divide, alone=bool(kwargs.get("alone", False)))
 
     @property
     def join_device(self) -> torch.device:

@@ -66,6 +66,8 @@ class Reducer:
         """Forwards whose graph is alive and has seen no backward: what they saved must stay as it is."""
         self.around_backward: contextlib.AbstractContextManager[object] | None = None
         """Entered when a backward begins and left when it has ended, in whatever way."""
+        self.before_sync: Callable[[], None] | None = None
+        """Called when a synchronised backward begins, before it communicates anything (``join``)."""
         self.on_finish: list[Callable[[], None]] = []
         """Called once, when a synchronised backward is complete (buffer hooks' futures)."""
         self.verify: Callable[[int, Channel, bool], None] | None = None
@@ -271,6 +273,10 @@ class Reducer:
             )
         self.channel.step = self.telemetry.steps
         BackwardWatch(self).start()
+        # Now, as a new plan means other buckets.
+        self.weighing.notice(self._inbox.peek())
+        if syncing and self.before_sync is not None:
+            self.before_sync()
         if syncing and self.roster.changed():
             self._replan()
         if _torch.optimizers_in_backward() != self._n_in_backward:
@@ -636,7 +642,7 @@ class Reducer:
                 factor = self.weighing.factor(status, n_ranks=self.courier.size, divided_by=divided_by)
                 if factor is not None:
                     multiply(self._layout.buckets, factor)
-                plain = not (self.shares or self._n_in_backward or factor is not None)
+                plain = not (self.shares or self._n_in_backward or factor is not None or self.weighing.apart)
                 hand_out(
                     self._layout.slots, None if plain and self._layout.status_code.is_usual(status) else status.used
                 )
@@ -699,7 +705,11 @@ class Reducer:
         for bucket, grads in averaged:
             for slot, grad in zip(bucket.slots, grads, strict=True):
                 if slot.owned and status.used[slot.place]:
-                    slot.param.grad = grad if factor is None else grad * factor
+                    total = grad if factor is None else grad * factor
+                    slot.param.grad = total if slot.base is None else total + slot.base
+                elif slot.base is not None:
+                    slot.param.grad = slot.base
+                slot.base = None
         return status
 
     # -- afterwards ----------------------------------------------------------------------------------

@@ -19,10 +19,14 @@ class Weighing:
         """What each backward of the ``weighted`` block that is open weighs."""
         self.by_participants = False
         """Divide by the ranks that still have inputs (``join``): they weigh 1 each, the others nothing."""
+        self.apart = False
+        """Keep what an earlier synchronisation left out of the next (``join``: not all ranks have it any more)."""
         self._total = 0.0
         self._weighed = False
         self._abstains = False
         self._adds_to_kept = False
+        self._fresh: set[Slot] = set()
+        self._mixed: list[Slot] = []
 
     @property
     def active(self) -> bool:
@@ -41,16 +45,26 @@ class Weighing:
             return float(n_ranks + 1)
         return float(self._weighed)
 
+    def notice(self, came: Sequence[Slot]) -> None:
+        """A backward is about to begin. It was noticed by these gradients, so they are there already.
+
+        Autograd has added them, in place, to what was there: at rest that is the bucket.
+        """
+        self._fresh = {slot for slot in came if slot.param.grad is not slot.view}
+        self._mixed = [slot for slot in came if slot not in self._fresh]
+
     def begin_backward(self, slots: Sequence[Slot], *, syncing: bool) -> None:
         self._abstains = False
-        if self._total and (self._weighed or self.weight is not None) and _are_dropped(slots):
+        if self._total and (self._weighed or self.weight is not None or self.apart) and self._are_dropped(slots):
             # The user has thrown the gradients away, and with them what they weighed.
             self.end_backward()
             for slot in slots:
                 slot.base = None
+        if self.apart and not self._total:
+            self._set_apart(slots)
         if self.weight is None:
             if not syncing and not self._total:
-                self._adds_to_kept = any(slot.param.grad is not None for slot in slots)
+                self._adds_to_kept = bool(self._kept(slots))
         elif self._adds_to_kept and not self._weighed:
             raise StateError(
                 "Gradients of an earlier step were there when this step began with an unweighted backward in "
@@ -58,12 +72,32 @@ class Weighing:
                 "the step, or weigh all its backwards."
             )
         elif not self._total:
-            # What gradients hold from an earlier synchronisation stays out of the weighted sum, until afterwards.
-            for slot in slots:
-                if slot.param.grad is not None and slot.base is None:
-                    slot.base, slot.param.grad = slot.param.grad.clone(), None
+            self._set_apart(slots)
+        self._fresh, self._mixed = set(), []
         self._weighed = self._weighed or self.weight is not None
         self._total += 1.0 if self.weight is None else self.weight
+
+    def _kept(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those whose gradients held something before this backward."""
+        return [slot for slot in slots if slot.param.grad is not None and slot not in self._fresh]
+
+    def _are_dropped(self, slots: Sequence[Slot]) -> bool:
+        """Whether ``zero_grad()`` was called, in either way."""
+        grads = (slot.param.grad for slot in self._kept(slots))
+        return all(grad is None or (grad.layout is torch.strided and not grad.any()) for grad in grads)
+
+    def _set_apart(self, slots: Sequence[Slot]) -> None:
+        """What gradients hold from an earlier synchronisation stays out of the sum, until afterwards."""
+        if self._mixed:
+            names = ", ".join(slot.name for slot in self._mixed)
+            raise StateError(
+                f"The gradient of {names} still held that of an earlier step when a backward began that did not come "
+                "through the wrapper's forward; now they cannot be told apart, as weighted() and join() need. Call "
+                "zero_grad() at the start of the step, or call the wrapper instead of its module."
+            )
+        for slot in self._kept(slots):
+            if slot.base is None and slot.param.grad is not None:
+                slot.base, slot.param.grad = slot.param.grad.clone(), None
 
     def take_no_part(self) -> None:
         """A rank that has run out of inputs adds nothing."""
@@ -89,9 +123,3 @@ class Weighing:
             return None
         # No weight at all anywhere: no gradient.
         return divided_by / status.weight if status.weight else 0.0
-
-
-def _are_dropped(slots: Sequence[Slot]) -> bool:
-    """Whether ``zero_grad()`` was called, in either way."""
-    grads = (slot.param.grad for slot in slots)
-    return all(grad is None or (grad.layout is torch.strided and not grad.any()) for grad in grads)

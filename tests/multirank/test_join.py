@@ -163,6 +163,77 @@ def test_accumulation_inside_join(ranks):
     ranks(_with_no_sync)
 
 
+def _forward_in_no_sync(ddp, x):
+    with no_sync(ddp):
+        output = ddp(x)
+    output.square().mean().backward()
+
+
+def _two_forwards(ddp, x):
+    (ddp(x).square().mean() + ddp(2 * x).square().mean()).backward()
+
+
+def _two_backwards(ddp, x):
+    output = ddp(x)
+    output.square().mean().backward(retain_graph=True)
+    output.pow(4).mean().backward()
+
+
+def _bare_module(ddp, x):
+    getattr(ddp, "module", ddp)(x).square().mean().backward()
+
+
+def _forward_for_nothing(ddp, x):
+    ddp(3 * x)
+    ddp(x).square().mean().backward()
+    ddp(2 * x)
+
+
+def _in_any_order(rank, world_size, step):
+    """What a backward needs is said when it begins: forwards and backwards need not alternate."""
+    model, ddp, reference = _start()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for i in range(COUNTS[rank]):
+            optimizer.zero_grad()
+            step(ddp, batch(rank, i))
+            optimizer.step()
+    for i in range(max(COUNTS)):
+        reference.zero_grad()
+        for r in range(world_size):
+            if i < COUNTS[r]:
+                step(reference, batch(r, i))
+        with torch.no_grad():
+            for p in reference.parameters():
+                p.sub_(p.grad / world_size, alpha=0.1)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def _local_only(rank, world_size):
+    """Forwards that expect a synchronised backward, and none of them has one."""
+    model, ddp, _ = _start()
+    with ddp.join():
+        for i in range(COUNTS[rank]):
+            loss = ddp(batch(rank, i)).square().mean()
+            with no_sync(ddp):
+                loss.backward()
+    assert (model[0].weight.grad is not None) == (COUNTS[rank] > 0)
+
+
+@ours_only
+@pytest.mark.parametrize(
+    "step", [_forward_in_no_sync, _two_forwards, _bare_module, _forward_for_nothing, _two_backwards]
+)
+def test_forwards_and_backwards_inside_join_in_any_order(ranks, step):
+    ranks(_in_any_order, step)
+
+
+@ours_only
+def test_only_local_backwards_inside_join(ranks):
+    ranks(_local_only)
+
+
 class _Branches(nn.Module):
     def __init__(self):
         super().__init__()

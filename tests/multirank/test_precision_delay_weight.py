@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from paceline.errors import DisagreementError
+from paceline.errors import DisagreementError, StateError
 
 from ._ddp import DDP, assert_grads, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
 
@@ -452,3 +452,55 @@ def _weighted_hook(rank, world_size):
 @ours_only
 def test_weighted_with_a_comm_hook(ranks):
     ranks(_weighted_hook)
+
+
+def _weighted_through_the_inner_module(rank, world_size):
+    """A backward that is noticed by its first gradient: that one is there already, and is of this backward."""
+    torch.set_default_dtype(torch.float64)
+    weights = (2, 5)
+    ddp = DDP(_seeded())
+
+    def run(model, r):
+        getattr(model, "module", model)(batch(r)).square().mean().backward()
+
+    expected = _weighted_sum(world_size, weights, _seeded, run)
+    for _ in range(2):
+        ddp.zero_grad()
+        with ddp.weighted(weights[rank]), ddp.no_sync():
+            run(ddp, rank)
+        with ddp.weighted(weights[rank]):
+            run(ddp, rank)
+        assert_grads(ddp, expected)
+    with pytest.raises(StateError, match="earlier step"), ddp.weighted(weights[rank]):
+        run(ddp, rank)
+    ddp.zero_grad()
+    with ddp.weighted(weights[rank]):
+        run(ddp, rank)
+    assert_grads(ddp, expected)
+
+
+@ours_only
+def test_weighted_through_the_inner_module(ranks):
+    ranks(_weighted_through_the_inner_module)
+
+
+def _weighted_create_graph(rank, world_size):
+    """What an earlier step left is added afterwards, with a graph as without."""
+    torch.set_default_dtype(torch.float64)
+    weights = (2, 5)
+    ddp = DDP(_seeded())
+
+    def run(model, r, **options):
+        model(batch(r)).square().mean().backward(**options)
+
+    expected = _weighted_sum(world_size, weights, _seeded, run)
+    with ddp.weighted(weights[rank]):
+        run(ddp, rank)
+        assert_grads(ddp, expected)
+        run(ddp, rank, create_graph=True)
+    assert_grads(ddp, {name: 2 * grad for name, grad in expected.items()})
+
+
+@ours_only
+def test_weighted_with_a_graph_on_top_of_an_earlier_step(ranks):
+    ranks(_weighted_create_graph, allow_warnings=(("Using backward", UserWarning),))
