@@ -6,11 +6,12 @@ The layout, in the order in which data flows:
 - ``roster``: which parameters of a module take part, and whether that has changed
 - ``bucket``: flat storage that gradients live in; what a comm hook receives
 - ``exchange``: how a bucket crosses the ranks; ``status``: what ranks say with the last one
-- ``layout``: the buckets of one plan in use; ``ownership``: which of several wrappers reduces a parameter
-- ``reducer``: the phases of a step, with ``inbox`` (gradients that are ready), ``early`` (those of a compiled
-  backward), ``ledger`` (what is known of them), ``courier`` (sends buckets), ``settlement`` (gives gradients out),
-  ``step``, ``weighing``, ``watch`` (the end of backward), ``higher_order`` (``create_graph=True``) and ``telemetry``
-  (when things happened)
+- ``planner``: the plan in force, with ``slots`` (the parameters it is for), ``layout`` (its buckets) and ``ledger``
+  (what is known of their gradients); ``ownership``: which of several wrappers reduces a parameter
+- ``backward``: what becomes of the gradients of one, with ``early`` (those of a compiled one), ``courier`` (sends
+  buckets), ``settlement`` (gives gradients out), ``weighing`` and ``higher_order`` (``create_graph=True``)
+- ``reducer``: the phases of a step, with ``inbox`` (gradients that are ready), ``watch`` (the end of backward),
+  ``step`` and ``telemetry`` (when things happened)
 - ``module``: :class:`DistributedDataParallel`, which connects them; ``options``, ``outputs``, ``buffers``,
   ``join``, ``precision``: its parts; ``compat``, ``logging_data``, ``messages``: torch's names for them
 - ``hooks``: comm hooks; ``sync_batchnorm``

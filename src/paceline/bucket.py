@@ -5,7 +5,7 @@ A bucket's flat buffer is the only memory a gradient has at rest: ``param.grad``
 storage. While a synchronised backward runs, the reducer *absorbs* each gradient as it becomes ready and takes
 ``param.grad`` away; it hands the averaged one back when backward ends. So autograd can never add to a buffer
 that is being sent: a contribution that comes after its bucket has left finds no ``param.grad``, lands in a
-tensor of its own, and is sent in a second round (see [Note: late gradients] in reducer.py).
+tensor of its own, and is sent in a second round (see [Note: late gradients] in backward.py).
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self: Any) -> bool:
-        return bool(self._reducer.has_rebuilt)
+        return bool(self._reducer.planner.has_rebuilt)
 
     @property
     def _comm_hooks(self: Any) -> list[tuple[Any, Any]]:
@@ -223,7 +223,7 @@ class TorchNames:
 
     def _setup_in_backward_optimizers(self: Any) -> None:
         """Take over optimizers that run in backward; happens by itself when a backward begins."""
-        self._reducer.take_optimizers()
+        self._reducer.planner.layout.take_optimizers()
 
     def _passing_sync_batchnorm_handle(self: Any, module: nn.Module) -> None:
         """paceline.SyncBatchNorm finds its group by itself and runs on any device: nothing to pass or to check."""

@@ -17,12 +17,17 @@ class Courier:
     """Starts the exchange of one bucket at a time; each start returns the function that waits for its end."""
 
     def __init__(self, group: dist.ProcessGroup, channel: Channel) -> None:
-        self.group = group
-        self.channel = channel
+        self.move_to(group, channel)
         self.hook: CommHook | None = None
         self.hook_state: object = None
         self.hook_overlaps = True
         self.reduce_dtype: torch.dtype | None = None
+
+    def move_to(self, group: dist.ProcessGroup, channel: Channel) -> None:
+        """Send over another group from now on."""
+        self.group, self.channel = group, channel
+        self.mean_factor = torch.tensor(1.0 / channel.size, dtype=torch.float64)
+        """What makes an average of a sum, as a tensor: see ``Slot.absorb``."""
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from paceline import _torch
 from paceline.bucket import SMALL_BUCKET_NUMEL, SMALL_NUMEL, TINY_NUMEL, Allocator, Bucket, Slot, empty_flat
 from paceline.inbox import MANY
 from paceline.ledger import Ledger
@@ -57,6 +58,8 @@ class Layout:
         self.allocator: Allocator = empty_flat
         self.sharing_is_settled = False
         """Whether it has been tried to put the buckets into memory that the ranks share."""
+        self.optimizers_taken = 0
+        """How many optimizers that run in backward there were when we last looked."""
         slot_of = {slot.index: slot for slot in slots.values()}
         for slot in slot_of.values():
             slot.view, slot.bucket, slot.accumulator = None, -1, None
@@ -84,6 +87,12 @@ class Layout:
 
     def mark_used(self, param_ids: set[int]) -> None:
         self.ledger.used = [float(id(slot.param) in param_ids) for slot in self.slots]
+
+    def take_optimizers(self) -> None:
+        """Optimizers that run in backward are to find the averaged gradient: from now on we call them."""
+        self.optimizers_taken = _torch.optimizers_in_backward()
+        for slot in self.slots:
+            slot.steps_in_backward = _torch.take_optimizers_in_backward(slot.param)
 
     def share(self, allocate: Callable[[int], Tensor | None]) -> None:
         """Move the buckets into memory that the ranks share: a collective, once in the life of a layout.

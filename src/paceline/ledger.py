@@ -33,6 +33,10 @@ class Ledger:
         """Indices of the parameters that no rank used in the last synchronised backward."""
         return [index for index, count in zip(self.indices, self.counts, strict=False) if not count]
 
+    def unused_bytes(self) -> int:
+        """The size of those parameters."""
+        return sum(self.plan.specs[index].size_bytes for index in self.unused_on_all())
+
     def complaint(self, fires: Sequence[int], rank: int) -> str:
         """How this backward breaks the promise of a static graph; empty if it does not."""
         if self._promised is None:

@@ -57,7 +57,7 @@ def _construction(ddp: DistributedDataParallel) -> dict[str, Any]:
         "dtypes": ", ".join(dtypes),
         "num_parameter_tensors": len(params),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
-        "bucket_sizes": ", ".join(str(b.size_bytes) for b in reducer.first_plan.buckets),
+        "bucket_sizes": ", ".join(str(b.size_bytes) for b in reducer.planner.first_plan.buckets),
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
         "iteration": ddp._sampled_iteration,
     }
@@ -89,11 +89,11 @@ def _runtime(ddp: DistributedDataParallel) -> dict[str, Any]:
         "backward_comm_time_end": times.comm_end_ns,
         **{f"avg_{name}": value for name, value in telemetry.averages().items()},
         "num_buckets_reduced": telemetry.buckets_reduced,
-        "has_rebuilt_buckets": int(reducer.has_rebuilt),
+        "has_rebuilt_buckets": int(reducer.planner.has_rebuilt),
         "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.ledger.ready_order)),
-        "unused_parameter_size": reducer.unused_bytes(),
+        "unused_parameter_size": reducer.ledger.unused_bytes(),
     }
-    if reducer.has_rebuilt:
+    if reducer.planner.has_rebuilt:
         buckets = reducer.plan.buckets
         data["rebuilt_bucket_sizes"] = ", ".join(str(b.size_bytes) for b in buckets)
         data["rebuilt_per_bucket_param_indices"] = ", ".join(

@@ -346,7 +346,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         will_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if will_sync:
             self._count_iteration()
-        if reducer.shares and DistributedDataParallel._active_ddp_module is None:
+        if reducer.slots.shared and DistributedDataParallel._active_ddp_module is None:
             ownership.take_over(reducer)
         will_sync_buffers = self.will_sync_buffers()
         promised = will_sync and not self.joining.alone
@@ -403,7 +403,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _probe(self, output: Any) -> list[tuple[Tensor, Node | None]]:
         """The tensors of ``output`` that a backward can start from, each with a leaf by which to know it."""
-        is_leaf = self._reducer.reduces
+        is_leaf = self._reducer.slots.has
         anchor = self._anchor
         return [
             (tensor, first_param_node(tensor, lambda leaf: leaf is anchor or is_leaf(leaf)))

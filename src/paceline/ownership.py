@@ -33,13 +33,13 @@ def take_over(reducer: Reducer) -> None:
     """This wrapper is the one in use: others that share parameters with it leave those to it."""
     for other in list(_live.values()):
         if other is not reducer:
-            other.yield_to(reducer)
+            other.slots.yield_to(reducer.slots)
 
 
 def _give_back() -> None:
     """A wrapper is gone: parameters that it had taken over go to one that is left."""
     taken: set[int] = set()
     for reducer in list(_live.values()):
-        taken |= reducer.owned_ids()
+        taken |= reducer.slots.owned_ids()
     for reducer in list(_live.values()):
-        taken |= reducer.own(reducer.param_ids - taken)
+        taken |= reducer.slots.own_all_but(taken)

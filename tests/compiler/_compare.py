@@ -71,9 +71,8 @@ class Watch:
         self._reducer = reducer
         self._inside = False
         self._count = self._sent = self._unknown = 0
-        report, launch, finish = reducer.gradients_early, reducer._launch, reducer._finish
-        brings_more, is_one = reducer.brings_more, reducer._stand_ins.is_one
-        start = reducer.courier.start
+        report, brings_more, finish = reducer.gradients_early, reducer.brings_more, reducer._finish
+        is_one, start = reducer._stand_ins.is_one, reducer.courier.start
 
         def gradients_early(pairs):
             self._inside = True
@@ -92,24 +91,21 @@ class Watch:
             self._unknown += not known
             return known
 
-        def _launch(bucket):
-            self._count += self._inside
-            launch(bucket)
-
         def counted(*args, **kwargs):
+            self._count += self._inside
             self._sent += 1
             return start(*args, **kwargs)
 
-        def _finish():
-            finish()
+        def _finish(backward):
+            finish(backward)
             self.seen.early.append(self._count)
             self.seen.rounds.append(self._sent)
             self.seen.unknown.append(self._unknown)
             self._count = self._sent = self._unknown = 0
 
         reducer._stand_ins.is_one = checked
-        reducer.gradients_early, reducer._launch, reducer._finish = gradients_early, _launch, _finish
-        reducer.courier.start, reducer.brings_more = counted, counted_more
+        reducer.gradients_early, reducer.brings_more, reducer._finish = gradients_early, counted_more, _finish
+        reducer.courier.start = counted
 
     def result(self) -> Seen:
         self.seen.graphs = counters["stats"]["unique_graphs"]

@@ -197,7 +197,7 @@ def _order(rank, size, backend):
     report = reducer.gradients_early
 
     def noted(pairs):
-        blocks.extend(int(reducer.name_of(param).split(".")[1]) for param, *_ in pairs if param.dim() == 2)
+        blocks.extend(int(reducer.slots.of(param).name.split(".")[1]) for param, *_ in pairs if param.dim() == 2)
         return report(pairs)
 
     reducer.gradients_early = noted

@@ -69,7 +69,7 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
             # What is tapped is a view that autograd lets nobody change, and that an update of the parameter outdates.
             reason = "forward changes it in place"
         if reason is not None:
-            done.untapped[reducer.name_of(value)] = reason
+            done.untapped[reducer.slots.of(value).name] = reason
             continue
         node_of[id(value)] = node
         by_reducer.setdefault(reducer, []).append(value)
@@ -83,7 +83,7 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
                 nodes = [node_of[id(param)] for param in members]
                 key = taps.register_tap(reducer, members)
                 tapped = graph.call_function(ops.tap, (nodes, key))
-                done.groups.append([reducer.name_of(param) for param in members])
+                done.groups.append([reducer.slots.of(param).name for param in members])
                 examples = [node.meta.get("example_value") for node in nodes]
                 tapped.meta["example_value"] = examples
                 for n, (node, example) in enumerate(zip(nodes, examples, strict=True)):

@@ -77,15 +77,19 @@ class PlanSplit:
         self._reducers = {
             weakref.ref(reducer): reducer.plan
             for reducer in ownership.live()
-            if any(isinstance(value, Tensor) and reducer.reduces(value) for value in example_inputs)
+            if any(isinstance(value, Tensor) and reducer.slots.has(value) for value in example_inputs)
             # Without gradients there is no backward, and nothing to cut for.
             and torch.is_grad_enabled()
         }
         reducers = self.reducers
         inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-        bring_to_use(gm.graph, [node for node, value in inputs if any(reducer.reduces(value) for reducer in reducers)])
+
+        def is_reduced(value: Tensor) -> bool:
+            return any(reducer.slots.has(value) for reducer in reducers)
+
+        bring_to_use(gm.graph, [node for node, value in inputs if is_reduced(value)])
         self._body = Body(gm.graph)
-        params = used_params(gm, example_inputs, lambda param: any(reducer.reduces(param) for reducer in reducers))
+        params = used_params(gm, example_inputs, is_reduced)
         self._first_use = first_uses(self._body, params)
         self.buckets, self.cuts = self._cut()
         for reducer in reducers:
@@ -104,7 +108,7 @@ class PlanSplit:
             if id(param) in self._first_use
         ]
         order = [index for _, index in sorted(uses, reverse=True)]
-        reducer.known_orders[frozenset(order)] = order
+        reducer.planner.known_orders[frozenset(order)] = order
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], inner: CompileFunction) -> None:
         self._run = split(gm, example_inputs, self._body, self.cuts, inner)
@@ -135,7 +139,7 @@ def _planned(reducer: Reducer) -> list[Bucket]:
 def _is_reduced() -> Callable[[Tensor], bool]:
     """Whether wrappers synchronise a parameter: all, but those they were told to ignore."""
     ignored = {id(param) for reducer in ownership.live() for param in reducer.roster.ignored}
-    reduced = {key for reducer in ownership.live() for key in reducer.param_ids}
+    reduced = {key for reducer in ownership.live() for key in reducer.slots.by_id}
 
     def is_reduced(param: Tensor) -> bool:
         # The mark is that of torch's own class.

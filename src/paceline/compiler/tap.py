@@ -63,7 +63,7 @@ _numbers: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
 
 def owner_of(param: Tensor) -> Reducer | None:
     """The live reducer that reduces ``param``, if there is one: of several, the one in use."""
-    return next((reducer for reducer in ownership.live() if reducer.owns(param)), None)
+    return next((reducer for reducer in ownership.live() if reducer.slots.owns(param)), None)
 
 
 def group(reducer: Reducer, params: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -115,7 +115,7 @@ def report(key: str, members: Sequence[int], grads: Sequence[Tensor], strides: S
     if tap is not None and reducer is not None:
         params = [tap.params[member]() for member in members]
         # Else frozen since, or replaced: autograd knows what to do with them.
-        if all(param is not None and reducer.reduces(param) for param in params):
+        if all(param is not None and reducer.slots.has(param) for param in params):
             come = zip(cast("list[Tensor]", params), grads, strides, strict=True)
             return reducer.gradients_early([Early(*each) for each in come])
     return [in_layout(grad, stride) for grad, stride in zip(grads, strides, strict=True)]
