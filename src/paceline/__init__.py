@@ -12,8 +12,9 @@ The layout, in the order in which data flows:
   buckets), ``settlement`` (gives gradients out), ``weighing`` and ``higher_order`` (``create_graph=True``)
 - ``reducer``: the phases of a step, with ``inbox`` (gradients that are ready), ``watch`` (the end of backward),
   ``step`` and ``telemetry`` (when things happened)
-- ``module``: :class:`DistributedDataParallel`, which connects them; ``options``, ``outputs``, ``buffers``,
-  ``join``, ``precision``: its parts; ``compat``, ``logging_data``, ``messages``: torch's names for them
+- ``module``: :class:`DistributedDataParallel`, which connects them; ``arguments`` (with ``options``), ``lookout`` (with
+  ``outputs``), ``buffers``, ``join``, ``precision``: its parts; ``compat``, ``torch_reducer``, ``logging_data``,
+  ``messages``: torch's names for them
 - ``hooks``: comm hooks; ``sync_batchnorm``
 - ``compiler``: compiled training, in which graphs report their gradients
 - ``tracing``: distributed objects and collectives inside ``torch.compile``; ``edition``: whose compiled code it is

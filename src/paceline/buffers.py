@@ -218,6 +218,22 @@ class BufferSync:
                 for holder, key in place.holders:
                     holder[key] = renewed
 
+    def runs_hook(self, location: BufferHookLocation) -> bool:
+        return self.hook is not None and self.hook.location is location
+
+    def run_hook(self, channel: Channel) -> Callable[[], None] | None:
+        """Let the hook synchronise the buffers; what waits for it, if it did not do so itself."""
+        assert self.hook is not None
+        futures = self.hook.hook(self.hook.state, self.named())
+        if futures is None:
+            return None
+
+        def wait() -> None:
+            for future in futures:
+                channel.wait_future(future, "a buffer hook")
+
+        return wait
+
     def wait(self) -> None:
         """Let the broadcasts that this rank sent come to their end."""
         while self._on_their_way:

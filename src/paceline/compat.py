@@ -13,75 +13,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from paceline import _torch, hooks
 from paceline.buffers import BufferHookLocation
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.join import SILENCE, DDPJoinHook, Word, exchange_word, highest_rank, sync_final_model
 from paceline.logging_data import logging_data
-from paceline.messages import unfinished_message
-from paceline.outputs import find_tensors
+from paceline.outputs import find_tensors, move_to_device
 from paceline.precision import MixedPrecision, cast_floats
 from paceline.roster import IGNORE_ATTRIBUTE, ignored_names, makes_sparse_gradients
+from paceline.torch_reducer import TorchReducer, check_finalized
 
 # Only where RPC is built in.
 _RRef: Any = getattr(rpc, "RRef", None)
 
 if TYPE_CHECKING:
     from paceline.module import DistributedDataParallel
-    from paceline.reducer import Reducer
-
-
-class TorchReducer:
-    """What code reaches for on ``ddp.reducer``."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._ours = reducer
-
-    def _get_local_used_map(self) -> Tensor:
-        """How many ranks used each parameter in the last synchronised backward."""
-        return torch.tensor(self._ours.ledger.counts, dtype=torch.int32)
-
-    def _ddp_graph_static(self) -> bool:
-        return self._ours.ledger.graph_is_static
-
-    def _rebuild_buckets(self) -> bool:
-        """Buckets are rebuilt at the start of the second synchronised backward, by themselves."""
-        return False
-
-    def prepare_for_forward(self) -> None:
-        """For trainers that call the steps of a forward one by one: there is nothing to prepare."""
-
-    def prepare_for_backward(self, outputs: Any) -> None:
-        """The same: a backward is noticed when it runs."""
-
-    def _set_static_graph(self) -> None:
-        self._ours.set_static_graph()
-
-    def _remove_autograd_hooks(self) -> None:
-        self._ours.stop_listening()
-
-    def _check_reducer_finalized(self) -> None:
-        check_finalized(self._ours)
-
-    def _run_allreduce_hook(self, bucket: Any) -> Any:
-        """Sum a bucket over the ranks, not divided; for hooks written on top of it."""
-        work = dist.all_reduce(bucket.buffer(), group=self._ours.courier.group, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])
-
-    def _get_zeros_like_grad_buckets(self) -> list[Tensor]:
-        """Flat zeros in the shape of each bucket."""
-        return [
-            torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype), device=spec.device)
-            for spec in self._ours.plan.buckets
-        ]
-
-
-def check_finalized(reducer: Reducer) -> None:
-    missing = reducer.unfinished()
-    if missing:
-        raise StateError(unfinished_message(missing, reducer.channel.rank))
 
 
 class TorchNames:
@@ -114,15 +62,15 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self: Any) -> int:
-        return int(self.caps.main_bytes)
+        return int(self.arguments.caps.main_bytes)
 
     @property
     def bucket_bytes_cap_list(self: Any) -> list[int]:
-        return list(self.caps.caps_bytes) if self.caps.from_list else []
+        return list(self.arguments.caps.caps_bytes) if self.arguments.caps.from_list else []
 
     @property
     def bucket_bytes_cap_default(self: Any) -> bool:
-        return bool(self.caps.is_default)
+        return bool(self.arguments.caps.is_default)
 
     @property
     def device(self: Any) -> torch.device:
@@ -151,6 +99,10 @@ class TorchNames:
     @property
     def named_module_buffers(self: Any) -> dict[str, Tensor]:
         return dict(self._buffer_sync.named())
+
+    @property
+    def reducer(self: Any) -> TorchReducer:
+        return TorchReducer(self._reducer)
 
     # -- parameters ----------------------------------------------------------------------------------
 
@@ -266,7 +218,7 @@ class TorchNames:
         if comm_hook_type not in builtin:
             raise BadArgumentError(f"{comm_hook_type!r} is not a built-in comm hook; use one of {list(builtin)}.")
         self.register_comm_hook(self.process_group, builtin[comm_hook_type])
-        self._hook_names[-1] = str(comm_hook_type)
+        self.logbook.hook_names[-1] = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self: Any,
@@ -320,6 +272,19 @@ class TorchNames:
         from paceline.module import DistributedDataParallel
 
         return DistributedDataParallel._active_ddp_module
+
+    def scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self: Any, inputs: Any, kwargs: Any, device_id: Any) -> Any:
+        """(inputs, kwargs) for one device, each in a tuple of one; empty if there is nothing at all."""
+        if not inputs and not kwargs:
+            return (), ()
+        device = torch.device(self.device_type, device_id) if self.device_type != "cpu" else "cpu"
+        return (move_to_device(inputs, device),), (move_to_device(kwargs, device),)
+
+    def gather(self: Any, outputs: Any, output_device: Any) -> Any:
+        return gather(outputs, output_device, dim=self.dim)
 
     # -- buffers -------------------------------------------------------------------------------------
 
@@ -390,7 +355,7 @@ class TorchNames:
     def _set_ddp_runtime_logging_sample_rate(self: Any, sample_rate: int) -> None:
         if sample_rate < 1:
             self.fail(StateError(f"The sample rate must be at least 1, not {sample_rate}."))
-        self._sample_rate = int(sample_rate)
+        self.logbook.sample_rate = int(sample_rate)
 
     def _log_and_throw(self: Any, err_type: type[Exception], err_msg: str) -> None:
         self.fail(err_type(err_msg))

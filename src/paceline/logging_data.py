@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +26,31 @@ _CPP_NAMES = {
 }
 
 
+@dataclass
+class Logbook:
+    """What a wrapper writes down for this data alone."""
+
+    hook_names: list[str] = field(default_factory=list)
+    """Of the comm hooks that were registered."""
+    last_error: str = ""
+    sample_rate: int = 100
+    sampled_iteration: int = 0
+    """The last of those that torch would take a sample of: the first ten, then every ``sample_rate``-th."""
+    _iterations: int = 0
+
+    def count_iteration(self) -> None:
+        n = self._iterations
+        self._iterations += 1
+        if n < 10 or n % self.sample_rate == 0:
+            self.sampled_iteration = n
+
+
 def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     """What the wrapper was made with, what it has done, and how long that took."""
     data = _construction(ddp) | _environment(ddp) | _runtime(ddp)
-    if ddp._hook_names:
-        data["comm_hook"] = ddp._hook_names[-1]
-    error = ddp._last_error or ddp._reducer.last_error
+    if ddp.logbook.hook_names:
+        data["comm_hook"] = ddp.logbook.hook_names[-1]
+    error = ddp.logbook.last_error or ddp._reducer.last_error
     if error:
         data["has_error"] = 1
         data["error"] = error
@@ -59,7 +79,7 @@ def _construction(ddp: DistributedDataParallel) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
         "bucket_sizes": ", ".join(str(b.size_bytes) for b in reducer.planner.first_plan.buckets),
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
-        "iteration": ddp._sampled_iteration,
+        "iteration": ddp.logbook.sampled_iteration,
     }
 
 

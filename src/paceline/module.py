@@ -6,48 +6,39 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.profiler import record_function
 
 from paceline import _torch, compiler, hooks, ownership
+from paceline.arguments import Arguments
 from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
-from paceline.compat import TorchNames, TorchReducer, register_as_torch_s_class
-from paceline.control import OPTION, Channel
-from paceline.errors import BadArgumentError, BadTypeError, StateError
+from paceline.compat import TorchNames, register_as_torch_s_class
+from paceline.control import Channel
+from paceline.errors import BadTypeError, StateError
 from paceline.exchange import hook_name
 from paceline.join import DDPJoinHook, Joining, Word, say_word
-from paceline.options import (
-    BROADCAST_CHUNK_BYTES,
-    BufferPolicy,
-    Caps,
-    Delay,
-    Placement,
-    check_mixed_precision,
-    check_verify_every,
-    choose_group,
-)
-from paceline.outputs import (
-    find_tensors,
-    first_param_node,
-    move_to_device,
-    needs_grad,
-    tie_to_graph,
-    unreachable_params,
-)
-from paceline.plan import MB, BucketPlan
+from paceline.logging_data import Logbook
+from paceline.lookout import Lookout
+from paceline.options import BROADCAST_CHUNK_BYTES, BufferPolicy, Caps, Delay, Placement, choose_group
+from paceline.outputs import move_to_device, needs_grad, tie_to_graph
+from paceline.plan import BucketPlan
 from paceline.precision import Swap
 from paceline.reducer import Reducer
 from paceline.roster import SPEC_FIELDS, Roster, ignored_names
-from paceline.step import ForwardToken, ReducerOptions
 from paceline.telemetry import now_ns
 from paceline.verify import Verifier
+from paceline.weighing import as_weight
+
+# What belongs to this process, and is not copied with a wrapper.
+MADE_ANEW = frozenset(
+    ("process_group", "_reducer", "_buffer_sync", "_verifier", "_lookout", "_swap", "_mark", "_inside", "logger")
+)
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
@@ -100,75 +91,66 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.process_group = choose_group(process_group, device_mesh)
         channel = Channel(self.process_group)
         try:
-            self._check_and_keep_arguments(
-                module=module,
-                device_ids=device_ids,
-                output_device=output_device,
-                dim=dim,
-                buffer_policy=BufferPolicy.from_arguments(broadcast_buffers, forward_sync_buffers),
+            self.arguments = Arguments(
                 caps=Caps.from_arguments(bucket_cap_mb, bucket_cap_mb_list),
-                find_unused_parameters=find_unused_parameters,
-                check_reduction=check_reduction,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                static_graph=static_graph,
                 delay=Delay.from_arguments(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
+                buffer_policy=BufferPolicy.from_arguments(broadcast_buffers, forward_sync_buffers),
+                find_unused_parameters=bool(find_unused_parameters),
+                static_graph=bool(static_graph),
+                skip_all_reduce_unused_params=bool(skip_all_reduce_unused_params),
+                gradient_as_bucket_view=bool(gradient_as_bucket_view),
+                batched_grad_copy=bool(batched_grad_copy),
                 mixed_precision=mixed_precision,
-                device_mesh=device_mesh,
-                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-                batched_grad_copy=batched_grad_copy,
                 verify_every=verify_every,
             )
+            self.arguments.check()
+            if check_reduction:
+                warnings.warn(
+                    "The `check_reduction` argument of `DistributedDataParallel` is deprecated and does nothing.",
+                    FutureWarning,
+                    stacklevel=2,
+                )
+            self._keep_for_torch_s_names(module, dim, device_mesh)
             roster = self._read_roster()
             self._check_roster(roster)
+            self.placement = Placement.from_arguments(roster.params, device_ids, output_device)
         except BaseException as error:
             # The other ranks may be about to compare notes with this one.
             channel.report("the constructor of DistributedDataParallel", error)
             raise
         self._start(roster, channel, verify=init_sync)
         if init_sync:
-            self.broadcast_state(with_buffers=self.buffer_policy.at_start)
+            self.broadcast_state(with_buffers=self.arguments.buffer_policy.at_start)
         if mixed_precision is not None:
             self.set_mixed_precision(mixed_precision)
 
-    def _check_and_keep_arguments(self, **arguments: Any) -> None:
-        """Check what can be checked on this rank alone, and keep it under torch's attribute names."""
-        module = arguments["module"]
-        check_mixed_precision(arguments["mixed_precision"])
-        if arguments["check_reduction"]:
-            warnings.warn(
-                "The `check_reduction` argument of `DistributedDataParallel` is deprecated and does nothing.",
-                FutureWarning,
-                stacklevel=4,
-            )
-        if arguments["static_graph"] and arguments["find_unused_parameters"]:
-            warnings.warn(
-                "find_unused_parameters=True is not needed with static_graph=True, which finds unused parameters by "
-                "itself.",
-                UserWarning,
-                stacklevel=4,
-            )
-        self.parameters_to_ignore = set(ignored_names(module))
+    def _keep_for_torch_s_names(self, module: nn.Module, dim: int, device_mesh: Any) -> None:
+        """What programs read, and some of it change, under the names that torch's class has for it."""
         self.module = module
-        self.dim = arguments["dim"]
-        self.device_mesh = arguments["device_mesh"]
-        self.find_unused_parameters = bool(arguments["find_unused_parameters"])
-        self.gradient_as_bucket_view = bool(arguments["gradient_as_bucket_view"])
-        self.static_graph = bool(arguments["static_graph"])
-        self.skip_all_reduce_unused_params = bool(arguments["skip_all_reduce_unused_params"])
-        self.batched_grad_copy = bool(arguments["batched_grad_copy"])
-        self.verify_every = check_verify_every(arguments["verify_every"])
+        self.parameters_to_ignore = set(ignored_names(module))
+        self.dim = dim
+        self.device_mesh = device_mesh
+        self.find_unused_parameters = self.arguments.find_unused_parameters
+        self.gradient_as_bucket_view = self.arguments.gradient_as_bucket_view
+        self.static_graph = self.arguments.static_graph
+        self.skip_all_reduce_unused_params = self.arguments.skip_all_reduce_unused_params
+        self.batched_grad_copy = self.arguments.batched_grad_copy
         self.mixed_precision = None
-        self._precision_row = repr(arguments["mixed_precision"]).rpartition("(")[2]
-        self.caps: Caps = arguments["caps"]
-        self.delay: Delay = arguments["delay"]
-        self.buffer_policy: BufferPolicy = arguments["buffer_policy"]
-        self.forward_sync_buffers = self.buffer_policy.before_forward
-        self._device_arguments = (arguments["device_ids"], arguments["output_device"])
+        self.forward_sync_buffers = self.arguments.buffer_policy.before_forward
         self.require_forward_param_sync = True
         self.logger = None
 
+    def _arguments_now(self) -> Arguments:
+        """The arguments as if the wrapper were made now."""
+        return replace(
+            self.arguments,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            buffer_policy=replace(self.arguments.buffer_policy, before_forward=self.forward_sync_buffers),
+        )
+
     def _read_roster(self) -> Roster:
-        return Roster(self.module, ignored=frozenset(self.parameters_to_ignore), delayed=self.delay.names)
+        return Roster(self.module, ignored=frozenset(self.parameters_to_ignore), delayed=self.arguments.delay.names)
 
     def _check_roster(self, roster: Roster) -> None:
         if not any(spec.requires_grad for spec in roster.specs):
@@ -177,7 +159,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 f"{type(self.module).__name__} has {len(roster.specs)} parameters and none is trainable. Use the "
                 "module as it is."
             )
-        self.placement = Placement.from_arguments(roster.params, *self._device_arguments)
 
     def _start(self, roster: Roster, channel: Channel, *, verify: bool) -> None:
         """Agree with the other ranks, then make what runs the steps."""
@@ -192,54 +173,34 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 ddp._mark.renew()
             return newer
 
-        options = ReducerOptions(
-            caps_bytes=None if self.caps.is_default else self.caps.caps_bytes,
-            static_graph=self.static_graph,
-            skip_unused=self.skip_all_reduce_unused_params,
-            rebuild=self.static_graph or not self.find_unused_parameters,
-            stable_storage=self.gradient_as_bucket_view,
-            copy_in_batches=self.batched_grad_copy,
-        )
-        self._buffer_sync = BufferSync(self.module, ignored=frozenset(self.parameters_to_ignore))
+        arguments = self._arguments_now()
+        ignored = frozenset(self.parameters_to_ignore)
+        self._buffer_sync = BufferSync(self.module, ignored=ignored)
         if verify:
-            channel.compare("parameters or options", self._option_rows() + roster.rows(), SPEC_FIELDS)
+            self._compare(channel, roster)
         # Only now: a wrapper that could not be made must not leave hooks on the module.
-        self._reducer = Reducer(roster, group=self.process_group, channel=channel, options=options, reread=reread)
+        self._reducer = Reducer(
+            roster, group=self.process_group, channel=channel, options=arguments.reducer_options(), reread=reread
+        )
         self._verifier: Verifier | None = None
-        if self.verify_every and channel.size > 1:
-            ignored = frozenset(self.parameters_to_ignore)
+        if arguments.verify_every and channel.size > 1:
             device = self._reducer.courier.status_device(roster.params[0].device)
-            self._verifier = Verifier(self.module, every=self.verify_every, ignored=ignored, device=device)
+            self._verifier = Verifier(self.module, every=arguments.verify_every, ignored=ignored, device=device)
             self._reducer.verify = self._verifier.backward_ended
-        self._hook_names: list[str] = []
-        self._iterations = 0
-        self._sample_rate = 100
-        self._sampled_iteration = 0
-        self._last_error = ""
+        self._lookout = Lookout(self._reducer, device=self.placement.device)
+        self.logbook = Logbook()
         self.joining = Joining()
         self._swap: Swap | None = None
-        # Made on first use: a tensor kept for every wrapper would be one too many for most.
-        self._anchor: Tensor | None = None
         self._mark = compiler.Mark(self)
         self._inside = compiler.Inside(self._mark)
         self._inside.listen(self.module, owner=self._reducer)
         self._outer: list[DistributedDataParallel | None] = []
         ownership.enter(self._reducer)
 
-    def _option_rows(self) -> list[list[Any]]:
-        """The options that change what is communicated, for ranks to compare."""
-        options = {
-            "bucket_cap_mb": [cap / MB for cap in self.caps.caps_bytes],
-            "find_unused_parameters": self.find_unused_parameters,
-            "static_graph": self.static_graph,
-            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-            "forward_sync_buffers": self.forward_sync_buffers,
-            "broadcast_buffers": self.buffer_policy.at_start,
-            "mixed_precision": self._precision_row,
-            "verify_every": self.verify_every,
-            "buffers": [[name, list(b.shape), str(b.dtype)] for name, b in self._buffer_sync.named().items()],
-        }
-        return [[OPTION + name, value] for name, value in options.items()]
+    def _compare(self, channel: Channel, roster: Roster) -> None:
+        """Raise on all ranks if they differ in what has to be the same on all."""
+        options = self._arguments_now().rows(self._buffer_sync.named())
+        channel.compare("parameters or options", options + roster.rows(), SPEC_FIELDS)
 
     def broadcast_state(self, *, source: int = 0, with_buffers: bool) -> None:
         """Give all ranks the parameters (frozen ones too), and buffers, of rank ``source``."""
@@ -310,12 +271,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def leave_graph(self, outputs: Sequence[Tensor]) -> None:
         """A compiled graph has run in which this wrapper's forward ended."""
         self._leave_outer()
-        if self._runs_buffer_hook(BufferHookLocation.POST_FORWARD):
-            self._run_buffer_hook()
-        self._reducer.telemetry.current.forward_end_ns = now_ns()
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled() and self._reducer.active:
-            self._notice([(tensor, probe) for tensor, probe in self._probe(outputs) if probe is not None])
+        if self._end_forward():
+            self._lookout.watch_graph(outputs, find_unused=self._looks_for_unused())
 
     def graph_failed(self, error: BaseException) -> None:
         self._leave_outer()
@@ -334,7 +291,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._note_failure(error, where="compiling")
 
     def _note_failure(self, error: BaseException, *, where: str = "forward") -> None:
-        self._last_error = str(error)
+        self.logbook.last_error = str(error)
         if self._reducer.channel.size > 1:
             self._reducer.channel.report(where, error)
 
@@ -345,7 +302,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         reducer.check_usable()
         will_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if will_sync:
-            self._count_iteration()
+            self.logbook.count_iteration()
+            reducer.telemetry.current.forward_start_ns = now_ns()
         if reducer.slots.shared and DistributedDataParallel._active_ddp_module is None:
             ownership.take_over(reducer)
         will_sync_buffers = self.will_sync_buffers()
@@ -369,52 +327,22 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     @_torch.hidden_from_compiler
     def post_forward(self, output: Any) -> Any:
         """What happens after the module ran: see to it that a backward of its output is noticed."""
+        if not self._end_forward():
+            return output
+        every = self.module.training and self.require_backward_grad_sync
+        return self._lookout.watch(output, every=every, find_unused=self._looks_for_unused())
+
+    def _end_forward(self) -> bool:
+        """The module has run. Whether a backward that matters to us may follow."""
         if self._runs_buffer_hook(BufferHookLocation.POST_FORWARD):
             self._run_buffer_hook()
-        reducer = self._reducer
-        reducer.telemetry.current.forward_end_ns = now_ns()
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if not torch.is_grad_enabled() or not reducer.active:
-            return output
-        probes = self._probe(output)
-        if self.module.training and self.require_backward_grad_sync:
-            leads = [probe for _, probe in probes if probe is not None]
-            if len(leads) < len(probes) or not leads:
-                # Some output, or all of them, leads to no parameter: unused on this rank, or hidden in a reentrant
-                # checkpoint. A backward of it must be noticed all the same.
-                stray = {id(tensor) for tensor, probe in probes if probe is None}
-                anchor = self._anchor_tensor()
-                output = tie_to_graph(output, anchor, lambda tensor: not leads or id(tensor) in stray)
-                probes = self._probe(output)
-        self._notice(probes)
-        return output
+        self._reducer.telemetry.current.forward_end_ns = now_ns()
+        has_graph = torch.is_grad_enabled()
+        self.require_forward_param_sync = has_graph and self.require_backward_grad_sync
+        return has_graph and self._reducer.active
 
-    def _notice(self, probes: list[tuple[Tensor, Node | None]]) -> None:
-        """See to it that a backward of these outputs is noticed, and what it will not reach."""
-        reducer = self._reducer
-        token = ForwardToken()
-        for tensor, probe in probes:
-            if tensor.grad_fn is not None and probe is not None:
-                reducer.forwards.add(token)
-                tensor.grad_fn.register_prehook(_backward_notice(weakref.ref(reducer), token, probe))
-        if self.find_unused_parameters and not self.static_graph and self.require_backward_grad_sync:
-            with record_function("search_unused_parameters"):
-                reducer.expect_unused(unreachable_params([tensor for tensor, _ in probes], reducer.roster.params))
-
-    def _probe(self, output: Any) -> list[tuple[Tensor, Node | None]]:
-        """The tensors of ``output`` that a backward can start from, each with a leaf by which to know it."""
-        is_leaf = self._reducer.slots.has
-        anchor = self._anchor
-        return [
-            (tensor, first_param_node(tensor, lambda leaf: leaf is anchor or is_leaf(leaf)))
-            for tensor in find_tensors(output)
-            if tensor.requires_grad
-        ]
-
-    def _anchor_tensor(self) -> Tensor:
-        if self._anchor is None:
-            self._anchor = torch.zeros((), device=self.placement.device, requires_grad=True)
-        return self._anchor
+    def _looks_for_unused(self) -> bool:
+        return self.find_unused_parameters and not self.static_graph and self.require_backward_grad_sync
 
     @contextlib.contextmanager
     def inside_forward(self) -> Iterator[None]:
@@ -425,14 +353,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             yield
         finally:
             DistributedDataParallel._active_ddp_module = previous
-
-    def _count_iteration(self) -> None:
-        n = self._iterations
-        self._iterations += 1
-        if n < 10 or n % self._sample_rate == 0:
-            self._sampled_iteration = n
-        times = self._reducer.telemetry.current
-        times.forward_start_ns = now_ns()
 
     # -- synchronising -------------------------------------------------------------------------------
 
@@ -468,39 +388,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         >>> with ddp.weighted(num_tokens):  # doctest: +SKIP
         ...     loss.backward()
         """
-        if isinstance(weight, Tensor) and weight.numel() == 1:
-            weight = weight.item()
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            raise BadTypeError(f"A weight must be a number, not {weight!r}.")
-        if not 0 <= weight < float("inf"):
-            raise BadArgumentError(f"A weight must be a finite number of at least 0, not {weight!r}.")
-        reducer = self._reducer
-        if reducer.weighing.weight is not None:
-            raise StateError("weighted() blocks cannot be nested: a backward has one weight. Multiply the weights.")
+        factor = as_weight(weight)
         # One rank alone needs it too: the mean over several backwards is a weighted one.
-        reducer.activate()
-        factor = float(weight)
-        with contextlib.ExitStack() as stack:
-            for name, param in self.module.named_parameters():
-                if param.requires_grad and name not in self.parameters_to_ignore:
-                    stack.callback(param.register_hook(lambda grad: grad * factor).remove)
-            reducer.weighing.weight = factor
-            try:
-                yield
-            finally:
-                reducer.weighing.weight = None
+        self._reducer.activate()
+        params = [
+            param
+            for name, param in self.module.named_parameters()
+            if param.requires_grad and name not in self.parameters_to_ignore
+        ]
+        with self._reducer.weighing.block(factor, params):
+            yield
 
     def stats(self) -> dict[str, Any]:
         """What can be said of the steps so far: see the keys."""
-        telemetry = self._reducer.telemetry
-        return {
-            "steps": telemetry.steps,
-            "buckets": len(self._reducer.plan.buckets),
-            "bytes_per_step": telemetry.sent_bytes,
-            "exposed_s": telemetry.last.exposed_ns / 1e9,
-            "exposed_total_s": telemetry.exposed_total_ns / 1e9,
-            "plan": self._reducer.plan,
-        }
+        return {**self._reducer.telemetry.summary(), "buckets": len(self.plan.buckets), "plan": self.plan}
 
     @property
     def channel(self) -> Channel:
@@ -522,7 +423,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not callable(hook):
             self.fail(BadTypeError(f"A communication hook must be callable, not a {type(hook).__name__}."))
         self._reducer.check_idle("A comm hook was registered")
-        self._hook_names.append(hook_name(hook))
+        self.logbook.hook_names.append(hook_name(hook))
         run = hooks.resolve(hook)
         self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run))
 
@@ -532,7 +433,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def fail(self, error: Exception) -> None:
         """Raise ``error``, and remember it for the logging data."""
-        self._last_error = str(error)
+        self.logbook.last_error = str(error)
         raise error
 
     # -- buffers -------------------------------------------------------------------------------------
@@ -572,20 +473,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._buffer_sync.hook = BufferHook(hook, state, location)
 
     def _runs_buffer_hook(self, location: BufferHookLocation) -> bool:
-        hook = self._buffer_sync.hook
-        return hook is not None and hook.location is location and self.will_sync_buffers()
+        return self._buffer_sync.runs_hook(location) and self.will_sync_buffers()
 
     def _run_buffer_hook(self) -> None:
-        hook = self._buffer_sync.hook
-        assert hook is not None
-        futures = hook.hook(hook.state, self._buffer_sync.named())
-        if futures is not None:
-            channel = self._reducer.channel
-
-            def wait() -> None:
-                for future in futures:
-                    channel.wait_future(future, "a buffer hook")
-
+        wait = self._buffer_sync.run_hook(self.channel)
+        if wait is not None:
             self._reducer.on_finish.append(wait)
 
     # -- uneven inputs -------------------------------------------------------------------------------
@@ -633,27 +525,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._reducer.check_idle("The process group was changed")
         group = choose_group(group, None)
         channel = Channel(group)
-        channel.compare("parameters or options", self._option_rows() + self._read_roster().rows(), SPEC_FIELDS)
+        self._compare(channel, self._read_roster())
         self.process_group = group
         self._reducer.move_to(group, channel)
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
-        """(inputs, kwargs) for one device, each in a tuple of one; empty if there is nothing at all."""
-        if not inputs and not kwargs:
-            return (), ()
-        device = torch.device(self.placement.device.type, device_id) if self.placement.device.type != "cpu" else "cpu"
-        return (move_to_device(inputs, device),), (move_to_device(kwargs, device),)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return gather(outputs, output_device, dim=self.dim)
-
-    @property
-    def reducer(self) -> TorchReducer:
-        """The names that code written for torch calls on ``ddp.reducer``."""
-        return TorchReducer(self._reducer)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not choose_group(None, None):
@@ -661,42 +535,17 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 "A wrapper can be copied or pickled only with the default process group: the copy would not find its "
                 "own. Copy its module and wrap that."
             )
-        state = self.__dict__.copy()
-        for name in (
-            "process_group",
-            "_reducer",
-            "_buffer_sync",
-            "_swap",
-            "_anchor",
-            "_mark",
-            "_inside",
-            "_verifier",
-            "logger",
-        ):
-            state.pop(name, None)
-        return state
+        return {name: value for name, value in self.__dict__.items() if name not in MADE_ANEW}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.process_group = choose_group(None, None)
         self.logger = None
-        mixed_precision, rate = self.mixed_precision, self._sample_rate
+        rate = self.logbook.sample_rate
         self._start(self._read_roster(), Channel(self.process_group), verify=False)
-        self._sample_rate = rate
-        if mixed_precision is not None:
-            self.set_mixed_precision(mixed_precision)
-
-
-def _backward_notice(ref: weakref.ref[Reducer], token: ForwardToken, probe: Node) -> Callable[[Any], None]:
-    """A hook for an output's node, which keeps ``token`` alive: a backward that would reach ``probe`` has begun."""
-
-    @_torch.unseen_by_compiler
-    def noticed(grads: Any) -> None:
-        reducer = ref()
-        if reducer is not None:
-            reducer.output_needed(token, probe)
-
-    return noticed
+        self.logbook.sample_rate = rate
+        if self.mixed_precision is not None:
+            self.set_mixed_precision(self.mixed_precision)
 
 
 register_as_torch_s_class(DistributedDataParallel)

@@ -114,7 +114,7 @@ class BufferPolicy:
                 "`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`. They differ in one thing: "
                 "`broadcast_buffers=False` also leaves buffers out of the synchronisation when the module is wrapped.",
                 FutureWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         at_start = broadcast_buffers is not False
         before_forward = at_start if forward_sync_buffers is None else bool(forward_sync_buffers)

@@ -71,6 +71,14 @@ class Telemetry:
         self._sums["backward_comm_time"] += last.comm_ns
         self._sums["backward_compute_comm_overlap_time"] += last.overlap_ns
 
+    def summary(self) -> dict[str, int | float]:
+        return {
+            "steps": self.steps,
+            "bytes_per_step": self.sent_bytes,
+            "exposed_s": self.last.exposed_ns / 1e9,
+            "exposed_total_s": self.exposed_total_ns / 1e9,
+        }
+
     def averages(self) -> dict[str, int]:
         """Nanoseconds a step, over all steps."""
         return {name: total // max(1, self.steps) for name, total in self._sums.items()}

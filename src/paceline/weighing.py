@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from paceline.bucket import Slot
-from paceline.errors import DisagreementError, StateError
+from paceline.errors import BadArgumentError, BadTypeError, DisagreementError, StateError
 from paceline.status import Status
 
 
@@ -32,6 +34,20 @@ class Weighing:
     def active(self) -> bool:
         """Whether sums are to be divided by the weights afterwards, instead of by the ranks beforehand."""
         return self._weighed or self.by_participants
+
+    @contextlib.contextmanager
+    def block(self, weight: float, params: Iterable[Tensor]) -> Iterator[None]:
+        """Let backwards inside weigh ``weight``: what they bring for ``params`` is multiplied by it."""
+        if self.weight is not None:
+            raise StateError("weighted() blocks cannot be nested: a backward has one weight. Multiply the weights.")
+        with contextlib.ExitStack() as stack:
+            for param in params:
+                stack.callback(param.register_hook(lambda grad: grad * weight).remove)
+            self.weight = weight
+            try:
+                yield
+            finally:
+                self.weight = None
 
     def share(self) -> float:
         """This rank's part of the sum of weights. Backwards that nobody weighed count as one synchronisation."""
@@ -123,3 +139,14 @@ class Weighing:
             return None
         # No weight at all anywhere: no gradient.
         return divided_by / status.weight if status.weight else 0.0
+
+
+def as_weight(weight: object) -> float:
+    """``weight`` as a number; raises if it is none to weigh by."""
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise BadTypeError(f"A weight must be a number, not {weight!r}.")
+    if not 0 <= weight < float("inf"):
+        raise BadArgumentError(f"A weight must be a finite number of at least 0, not {weight!r}.")
+    return float(weight)

@@ -75,7 +75,7 @@ def _handling(rank, size):
     except ValueError:
         plain_step(compiled, rank, 0)
     plain_step(compiled, rank, 1)
-    assert not ddp._last_error
+    assert not ddp.logbook.last_error
 
 
 def test_compiling_while_an_error_is_handled_is_no_failure(ranks):
