@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
-from paceline.control import VALUE_LIMIT_BYTES, Agreement, Channel
-from paceline.errors import BadArgumentError, BadTypeError, PeerFailedError
+from paceline import DDP
+from paceline.control import VALUE_LIMIT_BYTES, Agreement, Channel, hang, sign_in
+from paceline.errors import BadArgumentError, BadTypeError, PeerFailedError, RankLostError
+from paceline.options import HangWatch
+from paceline.testing import RankError
 
 Ranks = Callable[..., list[Any]]
 
@@ -113,4 +122,67 @@ def test_what_cannot_be_agreed_on_is_refused_before_anybody_waits(value: Any, er
 
     untouched: Any = None
     with pytest.raises(error):
-        Agreements(untouched, rank=0, size=2).agree("graph", value, timeout_s=1, while_waiting=lambda: None)
+        Agreements(untouched, rank=0, size=2).agree("graph", value, untouched)
+
+
+# -- ranks that do not come ----------------------------------------------------------------------------
+
+
+def _ended(rank: int, size: int, how: str) -> tuple[str, float]:
+    """The last rank ends before it comes; the others wait for it to wrap a module."""
+    if rank == size - 1:
+        if how == "killed, signed":
+            sign_in(dist.group.WORLD)
+        else:
+            Channel(dist.group.WORLD)
+        dist.barrier()
+        if how == "exited":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    start = time.monotonic()
+    with pytest.raises(RankLostError) as caught:
+        DDP(nn.Linear(2, 2))
+    assert caught.value.rank == size - 1
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize(("how", "world_size"), [("killed", 2), ("killed, signed", 3), ("exited", 3)])
+def test_a_rank_that_has_ended_is_not_waited_for(ranks: Ranks, how: str, world_size: int) -> None:
+    with pytest.raises(RankError) as ended:
+        ranks(_ended, how, world_size=world_size, group_timeout_s=600, timeout=120, settle_s=60)
+    assert len(ended.value.results) == world_size - 1
+    for told, took_s in ended.value.results.values():
+        assert f"Rank {world_size - 1} is gone: its process has ended" in told
+        assert "the comparison of parameters or options" in told
+        # 2 s on a machine that is not busy; far from the group's time-out.
+        assert took_s < 2 + 15
+
+
+def _stuck(rank: int, size: int) -> str:
+    """Rank 1 has a channel, and is somewhere else."""
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_process_group_store(dist.group.WORLD))
+    with mock.patch.object(hang, "_settings", HangWatch("enforce", 1.0)):
+        line = _channel()
+    if rank == 1:
+        _until_told(store)
+        with pytest.raises(RankLostError):
+            line.agree("graph", 1)
+        return ""
+    with pytest.raises(RankLostError) as caught:
+        line.agree("graph", 0)
+    assert caught.value.rank == 1
+    store.set("told", "")
+    return str(caught.value)
+
+
+def _until_told(store: Any) -> None:
+    store.wait(["told"], timedelta(seconds=120))
+
+
+def test_the_watch_reports_a_rank_that_does_not_come_to_agree(ranks: Ranks) -> None:
+    told = ranks(_stuck, group_timeout_s=600, timeout=120)[0]
+    assert "Rank 0 has waited" in told
+    assert "in the comparison of graph" in told
+    assert "rank 1: collective 0; is in code of its own at " in told
+    assert "in _until_told" in told

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.control import OPTION, Channel, Failure, channel
+from paceline.control import OPTION, Channel, Failure, vigil
 from paceline.control.board import Board
 from paceline.control.channel import MESSAGE_LIMIT
 from paceline.control.difference import describe_difference
+from paceline.control.errands import Errands
 from paceline.control.failure import News
 from paceline.control.wire import MAGIC, Kind
 from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError
@@ -34,14 +35,14 @@ class BoomError(Exception):
 @contextmanager
 def _short_grace() -> Iterator[None]:
     """The news is believed soon: these tests are about what follows."""
-    with mock.patch.object(channel, "GRACE_S", 0.05), mock.patch.object(channel, "PATIENCE_S", 0.02):
+    with mock.patch.object(vigil, "GRACE_S", 0.05), mock.patch.object(vigil, "PATIENCE_S", 0.02):
         yield
 
 
 def _channel(*, timeout_s: float | None = None) -> Channel:
     made = Channel(dist.group.WORLD)
     if timeout_s is not None:
-        made._timeout_s = timeout_s
+        made.timeout_s = timeout_s
     # No rank goes on before all are there: what follows is about the channel, not about who came first.
     dist.barrier()
     return made
@@ -231,7 +232,7 @@ def test_a_channel_speaks_to_its_own_group_only(ranks: Ranks) -> None:
 
 
 def _timeout(rank: int, size: int) -> float:
-    return Channel(dist.group.WORLD)._timeout_s
+    return Channel(dist.group.WORLD).timeout_s
 
 
 def test_the_deadline_is_the_groups(ranks: Ranks) -> None:
@@ -243,9 +244,9 @@ def _over_a_file(rank: int, size: int, path: str) -> str:
     store = dist.FileStore(path, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     line = _channel()
-    with mock.patch.object(channel, "PATIENCE_S", 0.02):
+    with mock.patch.object(vigil, "PATIENCE_S", 0.02):
         if rank == 0:
-            line._board._store = _Counting(line._board.store, "agree/parameters/0/1", 6)
+            line._board.store = _Counting(line._board.store, "agree/parameters/0/1", 6)
         else:
             _poll(line._board.store, "asked")
         line.compare("parameters", ROWS, FIELDS)
@@ -431,7 +432,7 @@ def _race(rank: int, size: int) -> None:
         line._board.store.set("taken back", "")
         return
     store = line._board.store
-    line._board._store = _RetractedInBetween(store)
+    line._board.store = _RetractedInBetween(store)
     # The rank's own connection, which outlives this test: its time-out has to be put back.
     usual = store.timeout
     store.set_timeout(timedelta(seconds=2))
@@ -452,7 +453,7 @@ class _GoneStore:
 
 def _report_to_nobody(rank: int, size: int) -> None:
     line = _channel()
-    line._board._store = _GoneStore()
+    line._board.store = _GoneStore()
     line.report("forward", BoomError("x"))
     line.retract()
 
@@ -595,10 +596,10 @@ def _wait_while_a_peer_is_ahead(rank: int, size: int, step: int) -> tuple[bool, 
     line = _channel()
     line.step = 3
     told = ""
-    with mock.patch.object(channel, "PATIENCE_S", 0.02):
+    with mock.patch.object(vigil, "PATIENCE_S", 0.02):
         if rank == 0:
             line._board.store.wait(["announced"], timedelta(seconds=30))
-            watched = line._board._store = _Counting(line._board.store, "replan/1", 3)
+            watched = line._board.store = _Counting(line._board.store, "replan/1", 3)
             work = dist.all_reduce(torch.ones(3), async_op=True)
             try:
                 line.wait(work, "the all-reduce of bucket 0")
@@ -750,7 +751,7 @@ class _Recording:
 def _record(rank: int, size: int) -> list[bytes]:
     line = _channel()
     recording = _Recording(line._board.store)
-    line._board._store = recording
+    line._board.store = recording
     line.compare("parameters", ROWS * 1000, FIELDS)
     line.announce_replan("frozen", step=0)
     with pytest.raises(ParameterMismatchError):
@@ -809,7 +810,7 @@ class _Connecting:
 
 def test_a_second_connection_is_made_by_who_uses_it():
     store = _Connecting()
-    board = Board(store, name="job").on_another_connection()
+    board = Board(store, name="job").on_another_connection(Errands())
     assert store.connections == 1
     assert not board.has("a")
     assert not board.has("b")

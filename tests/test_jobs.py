@@ -6,7 +6,6 @@ import io
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ def _write_record(
 ) -> Path:
     """A progress file as the process ``pid`` would have written it."""
     memory = Progress(None, rank=rank, size=2, wrapper=1)._memory
-    host = host or socket.gethostname()
+    host = host or progress.this_host()
     progress._WHO.pack_into(memory, 0, progress.MAGIC, pid, born, rank, 2, 1, stack_signal, host.encode()[:64])
     path = directory / f"wrapper1.rank{rank}"
     path.write_bytes(bytes(memory))

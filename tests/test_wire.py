@@ -6,7 +6,7 @@ import random
 import struct
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
     Kind.REPLAN: (1, 12, "'first.weight' was frozen"),
     Kind.WORDS: ("",),
     Kind.POSITION: (1, 2, 3, "a", "b", "c", "d", ("x", b"y", 3)),
+    Kind.PROCESS: (4711, 123456, "trainer-1a2b3c4d"),
 }
 
 
@@ -189,6 +190,14 @@ class _Garbage:
         pass
 
 
+class _Waiter:
+    def keep(self, attempt: Callable[[float], bool]) -> bool:
+        return attempt(5.0)
+
+    def insist(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
 def test_garbage_in_the_store_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     """Everything that reads the store, on bytes that fit the place or do not: an answer at once, of the right type."""
 
@@ -202,7 +211,7 @@ def test_garbage_in_the_store_does_no_harm(caplog: pytest.LogCaptureFixture) -> 
     board = Board(garbage, name="job/1")
     start = time.process_time()
     for n in range(500):
-        found = Agreements(board, rank=n % 2, size=2).agree("graph", n, timeout_s=5, while_waiting=lambda: None)
+        found = Agreements(board, rank=n % 2, size=2).agree("graph", n, _Waiter())
         assert len(found.values) == 2
         assert all(value is None or isinstance(value, (int, bytes)) for value in found.values)
         news = News(board, rank=0).first()

@@ -14,14 +14,17 @@
     |   +-- ReplicaMismatchError              parameters, buffers or optimizer state have come apart
     |   +-- ContractError                     a promise (static_graph, ...) was broken
     +-- PeerError              (RuntimeError) another rank is the cause; this group cannot go on
-        +-- PeerFailedError                   another rank raised
-        +-- RankLostError                     another rank is gone or silent past the deadline
+    |   +-- PeerFailedError                   another rank raised
+    |   +-- RankLostError                     another rank is gone or silent past the deadline
+    +-- StoreSilentError       (DistError)    the group's store does not answer
 
 Every class below ``PacelineError`` is also the built-in exception that torch's class raises in that
 place, so ``except`` clauses written for torch keep working.
 """
 
 from __future__ import annotations
+
+import torch.distributed as dist
 
 
 class PacelineError(Exception):
@@ -82,3 +85,7 @@ class PeerFailedError(PeerError):
 
 class RankLostError(PeerError):
     """Another rank is gone, or stayed silent past the deadline."""
+
+
+class StoreSilentError(PacelineError, dist.DistError):
+    """The process group's store does not answer: its host is stopped or cut off. It may come back."""

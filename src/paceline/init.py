@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import transport
-from paceline.control import hang
+from paceline.control import hang, sign_in
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.launch import LAUNCHER_PID
 from paceline.options import HangWatch
@@ -154,6 +154,8 @@ def init(
         backend=name,
     )
     _started = _Started(_world_group(), world, limit)
+    if world.world_size > 1:
+        sign_in(_world_group())
     if backend is None and world.rank == 0 and (carried := transport.describe(_world_group())):
         print(f"paceline: {carried}", file=sys.stderr)
     return world

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 from paceline import DDP, cli
 from paceline.control import Channel, hang
 from paceline.control.hang import Inquiries
-from paceline.control.jobs import all_jobs
 from paceline.control.position import Position, explain
 from paceline.control.progress import read_file
 from paceline.control.user_code import OWN_COLLECTIVE
+from paceline.control.vigil import Vigil
 from paceline.doctor import doctor
 from paceline.errors import BadArgumentError, BadTypeError, RankLostError
-from paceline.options import HangWatch, job_directory
+from paceline.options import HangWatch
 from paceline.testing import RankError
 
 Ranks = Callable[..., list[Any]]
@@ -144,9 +144,8 @@ def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
     assert record is not None
     told, seen = "", io.StringIO()
     try:
-        with mock.patch("sys.stderr", seen):
-            if mode == "observe":
-                _tell_after(ddp, seen)
+        tell = _tell_and_go_on if mode == "observe" else _tell_of_hang
+        with mock.patch("sys.stderr", seen), mock.patch.object(Vigil, "_tell_of_hang", tell):
             ddp(torch.ones(1, 4)).sum().backward()
     except RankLostError as error:
         told = f"{error} ({error.rank})"
@@ -155,7 +154,7 @@ def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
     if how in ("stopped", "lock"):
         os.kill(record.pid, signal.SIGKILL)
     _store().set("told", "")
-    return {"told": told or seen.getvalue(), "doctor": looked.getvalue()}
+    return {"told": told or seen.getvalue(), "doctor": looked.getvalue(), "directory": str(_directory(ddp.channel))}
 
 
 def _directory(channel: Channel) -> Path:
@@ -163,15 +162,13 @@ def _directory(channel: Channel) -> Path:
     return channel.progress.path.parent
 
 
-def _tell_after(ddp: DDP, seen: io.StringIO) -> None:
+_tell_of_hang = Vigil._tell_of_hang
+
+
+def _tell_and_go_on(vigil: Vigil, waited_s: float) -> None:
     """Let rank 1 go on once the report is there: observing changes nothing."""
-    tell = ddp.channel._tell_of_hang
-
-    def tell_and_go_on(*args: Any) -> None:
-        tell(*args)
-        _store().set("told", "")
-
-    ddp.channel._tell_of_hang = tell_and_go_on  # type: ignore[method-assign]
+    _tell_of_hang(vigil, waited_s)
+    _store().set("told", "")
 
 
 @pytest.mark.parametrize("mode", ["observe", "enforce"])
@@ -205,7 +202,7 @@ def test_a_rank_that_cannot_answer(ranks: Ranks, how: str, words: str) -> None:
         assert "in _get_stuck" in told["told"]
     # Dead by now: its files are what is left of it.
     seen = io.StringIO()
-    doctor(all_jobs(job_directory())[0], out=seen)
+    doctor(Path(told["directory"]), out=seen)
     assert "rank 1: process" in seen.getvalue()
     assert "is gone" in seen.getvalue()
 
@@ -288,7 +285,7 @@ def test_of_the_ranks_in_a_collective_of_the_users_the_lowest_tells() -> None:
     }
     told = []
     for rank in (1, 2):
-        inquiries = Inquiries(mock.Mock(), mock.Mock(), rank=rank, size=4, directory=None)
+        inquiries = Inquiries(mock.Mock(), mock.Mock(), mock.Mock(), rank=rank, size=4, directory=None)
         with mock.patch.object(inquiries, "ask", return_value=positions):
             told.append(inquiries.report_own_collective(lambda: None))
     assert told[0] is not None

@@ -3,8 +3,8 @@
     with Hosts(2, ranks_per_host=2) as hosts:
         hosts.run("tests.transport.test_hosts", "_sum", 3)   # fn(rank, world_size, 3) on every rank, results by rank
 
-A host is a network namespace and a mount namespace, held by a sleeping process; ranks enter both. They are started once
-and run one function after another. Run as a module, this file is such a rank.
+A host is a network, a mount and a host name namespace, held by a sleeping process; ranks enter them. They are started
+once and run one function after another. Run as a module, this file is such a rank.
 """
 
 from __future__ import annotations
@@ -138,9 +138,10 @@ class Hosts:
             self._ranks.append(self._start(rank))
 
     def _hold(self, space: str) -> None:
-        shown = f"mount -t tmpfs -o size={self._shm_bytes} tmpfs /dev/shm && echo ready"
+        named = f"echo {space} > /proc/sys/kernel/hostname"
+        shown = f"{named} && mount -t tmpfs -o size={self._shm_bytes} tmpfs /dev/shm && echo ready"
         holder = subprocess.Popen(
-            ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", f"{shown} && exec sleep 100000"],
+            ["ip", "netns", "exec", space, "unshare", "-m", "-u", "sh", "-c", f"{shown} && exec sleep 100000"],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -172,7 +173,7 @@ class Hosts:
         )
 
     def _enter(self, host: int) -> list[str]:
-        return ["nsenter", "-t", str(self._holders[host].pid), "-m", "-n"]
+        return ["nsenter", "-t", str(self._holders[host].pid), "-m", "-n", "-u"]
 
     def _inside(self, host: int, *command: str) -> subprocess.CompletedProcess[str]:
         return _command(*self._enter(host), *command)

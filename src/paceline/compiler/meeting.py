@@ -6,6 +6,7 @@ a rank ends. A note is six numbers; a text follows if the texts differ. Nothing 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import json
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,14 @@ from torch import Tensor
 from paceline import _torch
 from paceline.compiler import shapes
 from paceline.control import Channel
-from paceline.errors import DisagreementError, PacelineError, PeerFailedError, RankLostError, StateError
+from paceline.errors import (
+    DisagreementError,
+    PacelineError,
+    PeerFailedError,
+    RankLostError,
+    StateError,
+    StoreSilentError,
+)
 
 # "PCL" and the version of the notes.
 MAGIC = 0x50434C01
@@ -143,29 +152,34 @@ class Meeting:
         """Others that wait for this rank shall know that it compiles (empty: no more), which may take any time."""
         if frame:
             self._n_begun[frame] += 1
-        self.store.set(f"compiling/{self.rank}", frame)
+        self._say("compiling", frame)
 
     def say_given_up(self, frame: str, why: str) -> None:
         """Others that wait in this frame shall know that this rank will not come there."""
         told = [self._n_exchanges, frame, self._n_begun[frame], why]
-        self.store.set(f"given_up/{self.rank}", json.dumps(told))
+        self._say("given_up", json.dumps(told))
 
     def _wait(self, work: dist.Work, doing: str, *, frame: str = "", n_begun: int = 0, patient: bool = False) -> None:
         number, start, said = self._n_exchanges, time.monotonic(), False
 
         def excuse() -> bool:
             nonlocal said, start
-            if not said:
-                said = True
-                self.store.set(f"waiting/{self.rank}", str(number))
-            if frame:
-                self._raise_given_up(number - 1, frame, n_begun)
-            late = [rank for rank in range(self.size) if self._says(f"waiting/{rank}") != str(number)]
-            if patient or any(self._says(f"compiling/{rank}") for rank in late):
+            late: list[int] = []
+            excused = patient
+            # A store that is silent excuses nobody.
+            with contextlib.suppress(StoreSilentError):
+                if not said:
+                    self.ask("set", f"waiting/{self.rank}", str(number))
+                    said = True
+                if frame:
+                    self._raise_given_up(number - 1, frame, n_begun)
+                late = [rank for rank in range(self.size) if self._says(f"waiting/{rank}") != str(number)]
+                excused = excused or any(self._says(f"compiling/{rank}") for rank in late)
+            if excused:
                 start = time.monotonic()
                 return True
             if time.monotonic() - start > self.timeout_s:
-                raise self._nobody_came(late, doing)
+                raise self._nobody_came(late or self.channel.inquiries.stopped(), doing)
             return False
 
         try:
@@ -202,7 +216,16 @@ class Meeting:
                 raise error
 
     def _says(self, key: str) -> str:
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        return self.ask("get", key).decode() if self.ask("check", [key]) else ""
+
+    def _say(self, key: str, text: str) -> None:
+        """What others read while they wait for this rank; they do without if the store is silent."""
+        with contextlib.suppress(StoreSilentError):
+            self.ask("set", f"{key}/{self.rank}", text)
+
+    def ask(self, what: str, *args: Any) -> Any:
+        """Something of the meeting's store; raises ``StoreSilentError`` if it does not answer."""
+        return self.channel.errands.run(getattr(self.store, what), *args)
 
 
 def _as_tensor(data: bytes) -> Tensor:

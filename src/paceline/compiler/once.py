@@ -122,7 +122,7 @@ class Once:
                 compiled = compile_()
             data = Artifacts(found[0], self._new_kernels()).encode() if found else b""
             if found:
-                self._meeting.store.set(self._key, hashlib.sha256(data).hexdigest())
+                self._meeting.ask("set", self._key, hashlib.sha256(data).hexdigest())
         except Exception:
             self._announce(FAILED, frame)
             raise
@@ -140,7 +140,7 @@ class Once:
         if n_bytes == NOTHING:
             return self._compile_here(frame, compile_, "the backend leaves no artifacts")
         data = self._meeting.broadcast(b"", n_bytes=n_bytes, doing=f"the exchange of artifacts of {frame}")
-        announced = self._meeting.store.get(self._key).decode()
+        announced = self._meeting.ask("get", self._key).decode()
         if hashlib.sha256(data).hexdigest() != announced:
             raise DisagreementError(
                 f"The artifacts of {frame} that rank {self._meeting.rank} received are not those that rank 0 announced "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from paceline.control import wire
 from paceline.control.board import Board
@@ -21,6 +22,7 @@ from paceline.control.wire import Kind
 from paceline.errors import BadArgumentError, BadTypeError
 
 Value = int | bytes
+T = TypeVar("T")
 
 VALUE_LIMIT_BYTES = wire.LIMIT_BYTES - 64
 
@@ -58,6 +60,16 @@ class Agreement:
         return how([value for value in self.values if isinstance(value, int)])
 
 
+class Waiter(Protocol):
+    """Somebody with patience, a deadline and an eye on the other ranks: a `Vigil`."""
+
+    def keep(self, attempt: Callable[[float], bool]) -> bool:
+        """Make the attempt, which may take so many seconds, until it succeeds; False after the deadline."""
+
+    def insist(self, call: Callable[[], T]) -> T:
+        """What ``call``, which asks the store, returns once the store answers."""
+
+
 class Agreements:
     """The agreements of one channel, over its board."""
 
@@ -67,37 +79,41 @@ class Agreements:
         self._size = size
         self._rounds: dict[str, int] = {}
 
-    def agree(self, topic: str, value: Value, *, timeout_s: float, while_waiting: Callable[[], None]) -> Agreement:
-        """See `Channel.agree`; ``while_waiting`` is called again and again, and may raise."""
+    def agree(self, topic: str, value: Value, waiter: Waiter) -> Agreement:
+        """See `Channel.agree`; ``waiter`` waits for the others, and for the store."""
         _check(topic, value)
         if self._size == 1:
             return Agreement(topic, (value,))
         turn = self._rounds.get(topic, 0)
         self._rounds[topic] = turn + 1
         key = f"agree/{topic}/{turn}"
-        self._board.put(f"{key}/{self._rank}", Kind.VALUE, (value,))
-        deadline = time.monotonic() + timeout_s
+        waiter.insist(lambda: self._board.put(f"{key}/{self._rank}", Kind.VALUE, (value,)))
         if self._rank == 0:
-            self._await([f"{key}/{rank}" for rank in range(self._size)], deadline, while_waiting)
-            self._decide(key)
-        elif not self._await([f"{key}/verdict"], deadline, while_waiting):
-            self._decide(key)
-        result = Agreement(topic, self._verdict(key, value))
+            waiter.keep(self._are_there([f"{key}/{rank}" for rank in range(self._size)]))
+            waiter.insist(lambda: self._decide(key))
+        elif not waiter.keep(self._are_there([f"{key}/verdict"])):
+            waiter.insist(lambda: self._decide(key))
+        result = Agreement(topic, waiter.insist(lambda: self._verdict(key, value)))
         if turn and not result.missing:
             self._clear(f"agree/{topic}/{turn - 1}")
         return result
 
-    def _await(self, keys: list[str], deadline: float, while_waiting: Callable[[], None]) -> bool:
-        """Return when all ``keys`` are there, or False after the deadline."""
+    def _are_there(self, keys: list[str]) -> Callable[[float], bool]:
+        """An attempt to find all ``keys``."""
         pause_s = _FIRST_PAUSE_S
-        # Polled: a wait with a time-out is not the same in all stores, and TCPStore writes warnings when one ends.
-        while not self._board.has(*keys):
-            if time.monotonic() > deadline:
-                return False
-            while_waiting()
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        return True
+
+        def attempt(timeout_s: float) -> bool:
+            nonlocal pause_s
+            end = time.monotonic() + timeout_s
+            # Polled: a wait with a time-out is not the same in all stores, and TCPStore writes warnings when one ends.
+            while not self._board.has(*keys):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            return True
+
+        return attempt
 
     def _decide(self, key: str) -> None:
         """Make the verdict out of what is there; nothing happens if there is one already."""

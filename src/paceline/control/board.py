@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.control import wire
+from paceline.control.errands import Errands
 from paceline.control.wire import BadMessageError, Field, Kind
 
 _log = logging.getLogger("paceline.control")
@@ -17,59 +18,68 @@ _log = logging.getLogger("paceline.control")
 class Board:
     """Sealed messages by key. What is no message, or not the one that belongs under a key, counts as not there."""
 
-    def __init__(self, store: dist.Store, *, name: str, own_connection: bool = False) -> None:
+    def __init__(
+        self, store: dist.Store, *, name: str, errands: Errands | None = None, own_connection: bool = False
+    ) -> None:
         """``name`` tells this board from others of the job, so that a message of one is refused by another."""
-        self._store: Any = store
-        self._own_connection = own_connection
+        self.store: Any = store  # torch's stubs know text only, and stores take bytes
         self.name = name
+        self._errands = errands or Errands()
+        self._own_connection = own_connection
         self._refused: set[str] = set()
 
-    @property
-    def store(self) -> Any:  # torch's stubs know text only, and stores take bytes
+    def on_another_connection(self, errands: Errands) -> Board:
+        """The same board for another thread, which must not wait while this one does.
+
+        It connects when it is first used: torch asks the name server about every connection, and that may take seconds.
+        """
+        return Board(self.store, name=self.name, errands=errands, own_connection=True)
+
+    def _ask(self, what: str, *args: Any) -> Any:
+        """Every call of the store's; raises ``StoreSilentError`` if it does not answer."""
+        return self._errands.run(self._call, what, *args)
+
+    def _call(self, what: str, *args: Any) -> Any:
         if self._own_connection:
             # Not every store can; then the threads take turns.
             self._own_connection = False
             with contextlib.suppress(RuntimeError):
-                self._store = self._store.clone()
-        return self._store
-
-    def on_another_connection(self) -> Board:
-        """The same board for another thread, which must not wait while this one does.
-
-        It connects when it is first used, on that thread: torch asks the name server about every connection, and that
-        may take seconds.
-        """
-        return Board(self._store, name=self.name, own_connection=True)
+                self.store = self.store.clone()
+        return getattr(self.store, what)(*args)
 
     def put(self, key: str, kind: Kind, *fields: Field) -> None:
-        self.store.set(key, wire.encode(kind, *fields, place=f"{self.name}/{key}"))
+        self._ask("set", key, wire.encode(kind, *fields, place=f"{self.name}/{key}"))
 
     def put_first(self, key: str, kind: Kind, *fields: Field) -> None:
         """Put it up unless there is something already, which then stays."""
-        self.store.compare_set(key, "", wire.encode(kind, *fields, place=f"{self.name}/{key}"))
+        self._ask("compare_set", key, "", wire.encode(kind, *fields, place=f"{self.name}/{key}"))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count ``key`` up, and return what it is then."""
+        return int(self._ask("add", key, amount))
 
     def blank(self, key: str) -> None:
         """Take a message back. Not deleted: another rank may be about to read it, and would wait for it."""
-        self.store.set(key, "")
+        self._ask("set", key, "")
 
     def is_blank(self, key: str) -> bool:
         """Whether there was a message, which was taken back."""
-        return self.has(key) and not self.store.get(key)
+        return self.has(key) and not self._ask("get", key)
 
     def delete(self, key: str) -> None:
         """Remove what nobody will read any more, if the store can."""
         with contextlib.suppress(RuntimeError):
-            self.store.delete_key(key)
+            self._ask("delete_key", key)
 
     def has(self, *keys: str) -> bool:
         """Whether there is something under every key."""
-        return bool(self.store.check(list(keys)))
+        return bool(self._ask("check", list(keys)))
 
     def read(self, key: str, kind: Kind) -> tuple[Field, ...] | None:
         """The message under ``key``; None if there is none, it was taken back, or it is refused."""
         if not self.has(key):
             return None
-        data: bytes = self.store.get(key)
+        data: bytes = self._ask("get", key)
         if not data:
             return None
         try:

@@ -1,6 +1,6 @@
 """A rank's line to the others over the group's store: agreement before collectives, news of failure.
 
-Nothing here runs in a step without trouble: the store is asked only after a wait has lasted longer than ``PATIENCE_S``.
+Nothing here asks the store in a step without trouble: only a wait that lasts does (`vigil`).
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
 import time
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,19 +20,18 @@ from paceline import _torch
 from paceline.control import hang, jobs, stacks
 from paceline.control.agreement import VALUE_LIMIT_BYTES, Agreement, Agreements
 from paceline.control.board import Board
+from paceline.control.census import census_of, job_of
 from paceline.control.difference import describe_difference
+from paceline.control.errands import lines_of
 from paceline.control.failure import MESSAGE_LIMIT, Failure, News, failure_of
 from paceline.control.hang import Inquiries
 from paceline.control.last_words import speak_for
 from paceline.control.progress import Progress
+from paceline.control.vigil import Vigil
 from paceline.control.wire import Kind
-from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError
+from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError, StoreSilentError
 
 T = TypeVar("T")
-
-PATIENCE_S = 0.25
-# A rank that raised may catch its own exception and try again; it gets this long to take the news back.
-GRACE_S = 1.0
 
 
 class Channel:
@@ -48,21 +45,28 @@ class Channel:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.timeout_s = _torch.group_timeout_s(group)
+        world = dist.group.WORLD or group
+        lines = lines_of(group)
+        self.errands = lines.own
+        # The count of this rank's channels is kept in the store: it begins and ends with the group. Asked for once,
+        # however long it takes: what counts cannot be asked twice.
         store = dist.PrefixStore("paceline", _torch.group_store(group))
-        # The count of this rank's channels is kept in the store: it begins and ends with the group.
-        number = store.add(f"channels/{self.rank}", 1)
-        self._timeout_s = _torch.group_timeout_s(group)
-        # What one rank made up and all have: a message of another job, or group, does not fit here.
-        self.job = _job_of(group)
-        self._board = Board(dist.PrefixStore(str(number), store), name=f"{self.job}/{number}")
+        try:
+            number = self.errands.run(store.add, f"channels/{self.rank}", 1, within_s=self.timeout_s)
+            # What one rank made up and all have: a message of another job, or group, does not fit here.
+            self.job = self.errands.run(job_of, group, within_s=self.timeout_s)
+            whole = self.job if world is group else self.errands.run(job_of, world, within_s=self.timeout_s)
+        except StoreSilentError as error:
+            raise RankLostError(f"Rank {self.rank} could not begin to talk to the others. {error}") from error
+        self._board = Board(dist.PrefixStore(str(number), store), name=f"{self.job}/{number}", errands=self.errands)
         self._agreements = Agreements(self._board, rank=self.rank, size=self.size)
         self._news = News(self._board, rank=self.rank)
         self._generation = 0
-        self._hang = hang.settings()
-        watched = self.size > 1 and self._hang.mode != "off"
+        self.hang = hang.settings()
+        self.is_watched = self.size > 1 and self.hang.mode != "off"
         # One directory for all groups of the same ranks: whoever looks wants to see all that a process takes part in.
-        whole = _job_of(dist.group.WORLD or group) if watched else self.job
-        directory = jobs.make_directory(whole) if watched else None
+        directory = jobs.make_directory(whole) if self.is_watched else None
         self.progress = Progress(
             directory,
             rank=self.rank,
@@ -71,19 +75,24 @@ class Channel:
             group="" if self.job == whole else self.job,
             stack_signal=stacks.answer_requests(directory),
         )
+        census = census_of(world, whole, self.errands, ranks=dist.get_process_group_ranks(group))
+        if self.size > 1:
+            census.sign(self.rank)
         self.inquiries = Inquiries(
-            self._board.on_another_connection() if watched else self._board,
+            self._board.on_another_connection(lines.of_watch) if self.is_watched else self._board,
             self.progress,
+            census,
             rank=self.rank,
             size=self.size,
             directory=directory,
         )
         self._news_for_watch = News(self.inquiries.board, rank=self.rank)
+        self._obituaries: set[int] = set()
         self.heard: Failure | None = None
         """What the watch has heard of another rank, for this one to find when it comes by."""
         if self.size > 1:
             speak_for(self)
-        if watched:
+        if self.is_watched:
             hang.watch(self)
 
     @property
@@ -105,8 +114,8 @@ class Channel:
         on a digest of what is longer).
 
         Waits for ``timeout_s``, by default the group's time-out, and then names who is ``missing`` instead of raising.
-        Raises ``PeerFailedError`` as soon as another rank has said that it failed. A few hundred microseconds on one
-        host; not for every step.
+        Raises as soon as another rank has said that it failed (``PeerFailedError``) or has ended (``RankLostError``).
+        Some hundred microseconds on one host; not for every step.
 
         Example::
 
@@ -115,16 +124,16 @@ class Channel:
             elif not found.equal: ...          # found.differing, found.values
             most = channel.agree("compiles", count).reduce(max)
         """
-        news_at = time.monotonic() + PATIENCE_S
-
-        def listen() -> None:
-            nonlocal news_at
-            if time.monotonic() > news_at:
-                self.raise_news(f"the comparison of {topic}")
-                news_at = time.monotonic() + PATIENCE_S
-
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._agreements.agree(topic, value, timeout_s=timeout_s, while_waiting=listen)
+        vigil = Vigil(
+            self,
+            f"the comparison of {topic}",
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            for_collective=False,
+        )
+        try:
+            return self._agreements.agree(topic, value, vigil)
+        except dist.DistError as error:
+            raise vigil.broken(error) from error
 
     def compare(self, what: str, rows: list[list[Any]], names: list[str]) -> None:
         """Return once all ranks have brought the same ``rows``; raise the same error on all if they differ.
@@ -165,7 +174,7 @@ class Channel:
     def _nobody_came(self, missing: tuple[int, ...], to_do: str) -> RankLostError:
         who = ", ".join(map(str, missing))
         return RankLostError(
-            f"Rank {self.rank} waited {self._timeout_s:.0f} s for rank {who} to {to_do}, and it never "
+            f"Rank {self.rank} waited {self.timeout_s:.0f} s for rank {who} to {to_do}, and it never "
             "came. Look at that rank's output; if it is only slow, give the process group a longer timeout.",
             rank=missing[0],
         )
@@ -175,7 +184,9 @@ class Channel:
         if self.size == 1:
             return
         self._generation += 1
-        self._board.put(f"replan/{self._generation}", Kind.REPLAN, self.rank, step, reason[:MESSAGE_LIMIT])
+        told = self.rank, step, reason[:MESSAGE_LIMIT]
+        vigil = Vigil(self, "the news of its own parameters", timeout_s=self.timeout_s, for_collective=False)
+        vigil.insist(lambda: self._board.put(f"replan/{self._generation}", Kind.REPLAN, *told))
 
     # -- failure -------------------------------------------------------------------------------------
 
@@ -186,8 +197,7 @@ class Channel:
             self.progress.fail(str(failure))
             if isinstance(error, PeerError):
                 # An echo: the others should hear the cause, and hear it once.
-                with contextlib.suppress(dist.DistError):
-                    self._give_up(self.rank if error.rank is None else error.rank, where, str(error))
+                self.give_up(self.rank if error.rank is None else error.rank, where, str(error))
             else:
                 self._news.report(failure, nameless=error is None)
 
@@ -205,29 +215,54 @@ class Channel:
 
     def raise_news(self, doing: str) -> None:
         """Raise what has happened to another rank, if something has."""
-        failure = self.news()
+        self._raise(self.news(), doing)
+
+    def _raise(self, failure: Failure | None, doing: str) -> None:
         if failure is not None:
-            self._news.give_up(failure)
+            with contextlib.suppress(dist.DistError):
+                self._news.give_up(failure)
             kind = RankLostError if failure.lost else PeerFailedError
             raise kind(f"{failure}. This rank ({self.rank}) was waiting in {doing}.", rank=failure.rank)
 
     def hear(self) -> None:
-        """Look for news that will not be taken back; called by the watch."""
+        """Look for news that will not be taken back, and for ranks that died without a word; called by the watch."""
+        for rank in set(self.inquiries.gone()) - self._obituaries:
+            # For other hosts, which cannot see it.
+            self.inquiries.board.put(f"gone/{rank}", Kind.WORDS, "its process has ended")
+            self.inquiries.board.add("gone", 1)
+            self._obituaries.add(rank)
+        missed = self.inquiries.missed()
         failure = self._news_for_watch.first()
+        if failure is None and missed:
+            gone = f"Rank {missed[0]} is gone: its process has ended"
+            failure = Failure(missed[0], "", "", gone, final=True, lost=True)
+            self._news_for_watch.give_up(failure)
         if failure is not None and (failure.final or failure.lost):
             self.heard = failure
 
     def check_news(self) -> None:
         """Raise what the watch has heard: there is no point in starting something that others will not join."""
         if self.heard is not None:
-            self.raise_news("its own work, before a collective")
+            # It may be more than was heard; or the store is silent by now.
+            with contextlib.suppress(dist.DistError):
+                self.raise_news("its own work, before a collective")
+            self._raise(self.heard, "its own work, before a collective")
+
+    def gone(self) -> list[int]:
+        """The ranks whose processes have ended, as this host sees or a rank of their own has told."""
+        found = set(self.inquiries.gone())
+        with contextlib.suppress(dist.DistError):
+            if self._board.add("gone", 0):
+                found |= {rank for rank in range(self.size) if self._board.read(f"gone/{rank}", Kind.WORDS)}
+        return sorted(found - {self.rank})
 
     def linger(self, rank: int | None, *, deadline: float) -> None:
         """Let ``rank``, the first cause, end first: launchers take the first process that ends for the cause."""
         while rank is not None and self.inquiries.is_running(rank) and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _raise_replan(self, doing: str) -> None:
+    def raise_replan(self, doing: str) -> None:
+        """Raise if another rank has left the plan of buckets in which this one waits."""
         match self._board.read(f"replan/{self._generation + 1}", Kind.REPLAN):
             case (int(rank), int(step), str(reason)) if step <= self.step:
                 pass
@@ -289,103 +324,36 @@ class Channel:
         except RuntimeError as error:
             if not _is_of_a_backend(error):
                 raise
-            raise self._broken(doing, error) from error
+            raise Vigil(self, doing, timeout_s=self.timeout_s).broken(error) from error
 
     def _wait(self, attempt: Callable[[float], bool], doing: str, excuse: Callable[[], bool] | None = None) -> None:
-        start = time.monotonic()
-        heard_at: float | None = None
-        told = self._hang.mode == "off"
+        vigil = Vigil(self, doing, timeout_s=self.timeout_s, excuse=excuse)
         try:
-            while not attempt(PATIENCE_S):
-                now = time.monotonic()
-                if not self.progress.waiting_since:
-                    self.progress.begin_wait(doing)
-                failure = self.news()
-                if failure is None:
-                    heard_at = None
-                elif failure.final or failure.lost or (heard_at is not None and now - heard_at > GRACE_S):
-                    self.raise_news(doing)
-                elif heard_at is None:
-                    heard_at = now
-                self._raise_replan(doing)
-                if excuse is not None and excuse():
-                    start = now
-                if not told and now - start > self._hang.after_s:
-                    told = True
-                    self._tell_of_hang(doing, now - start)
-                if now - start > self._timeout_s:
-                    raise RankLostError(
-                        f"Rank {self.rank} waited {now - start:.0f} s in {doing}, the group's time-out, and "
-                        "some rank never joined in. Look for the rank that stopped or took another path."
-                    )
+            if not vigil.keep(attempt):
+                raise vigil.expired()
         except PeerError:
             raise
         except RuntimeError as error:
+            # Some backends notice the time-out themselves.
             if "timed out" in str(error).lower():
-                raise RankLostError(
-                    f"Rank {self.rank} ran into the group's time-out in {doing}: some rank never joined in. Look for "
-                    "the one that stopped or took another path."
-                ) from error
-            raise self._broken(doing, error) from error
-        finally:
-            if self.progress.waiting_since:
-                self.progress.end_wait()
+                raise vigil.expired() from error
+            raise vigil.broken(error) from error
 
-    def _tell_of_hang(self, doing: str, waited_s: float) -> None:
-        """Say who waits for whom: as an error, or on stderr, by the first rank that is not to blame."""
-        report = self.inquiries.report()
-        text = f"Rank {self.rank} has waited {waited_s:.0f} s in {doing}. {report}"
-        if self._hang.mode == "enforce":
-            if report.ranks:
-                self._give_up(report.ranks[0], doing, report.cause)
-            raise RankLostError(text, rank=report.ranks[0] if report.ranks else None)
-        if self.rank == min(set(range(self.size)) - set(report.ranks), default=0):
-            print(f"paceline: {text}", file=sys.stderr, flush=True)
-
-    def _give_up(self, rank: int, doing: str, why: str) -> None:
+    def give_up(self, rank: int, doing: str, why: str) -> None:
         """Let the others raise for the same reason: from here on this rank does not join them any more."""
-        self._news.give_up(Failure(rank, doing, "", why[:MESSAGE_LIMIT].rstrip("."), final=True, lost=True))
-
-    def _broken(self, doing: str, error: RuntimeError) -> RankLostError:
-        """What has happened, now that a backend gave up a collective: a rank is gone, or ranks took different paths."""
-        lost: list[int] = []
-        parted = None
-        # The store may be gone too: then nothing is known.
+        # Who cannot be told finds out as this rank did.
         with contextlib.suppress(dist.DistError):
-            self.raise_news(doing)
-            self._board.store.set(f"survivor/{self.rank}", "")
-            parted = self.inquiries.divergence()
-            lost = list(parted.ranks) if parted is not None else self._who_is_lost()
-            if len(lost) == 1:
-                # The others hear it from here, should their own connection be to one that goes on waiting.
-                gone = f"Rank {lost[0]} is gone: its process has ended, or its connection broke"
-                self._give_up(lost[0], doing, parted.cause if parted is not None else gone)
-        who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
-        if parted is not None:
-            why = f"{parted}\nThe backend could not match them while"
-        else:
-            why = f"The connection to {who} broke while"
-        remedy = "Make all ranks do the same." if parted else "That rank has probably ended; look at its output first."
-        return RankLostError(
-            f"{why} rank {self.rank} was in {doing}: {_first_sentence(error)}. {remedy}",
-            rank=lost[0] if len(lost) == 1 else None,
-        )
+            self._news.give_up(Failure(rank, doing, "", why[:MESSAGE_LIMIT].rstrip("."), final=True, lost=True))
 
-    def _who_is_lost(self) -> list[int]:
-        """The ranks that are known to have ended; or, of other hosts, those that do not sign up as survivors."""
-        deadline = time.monotonic() + GRACE_S
-        others = [r for r in range(self.size) if r != self.rank]
-        while time.monotonic() < deadline and len(others) > 1:
-            others = self.inquiries.gone() or [r for r in others if not self._board.has(f"survivor/{r}")]
-            time.sleep(0.05)
-        return others
+    def sign_as_survivor(self) -> None:
+        """This rank is there, though its connections broke."""
+        self._board.blank(f"survivor/{self.rank}")
 
-
-def _job_of(group: dist.ProcessGroup) -> str:
-    """A name that one rank of the group made up and all have."""
-    store = dist.PrefixStore("paceline", _torch.group_store(group))
-    name: bytes = store.compare_set("job", "", uuid.uuid4().hex)
-    return name.decode()
+    def survivors(self) -> set[int]:
+        """Who has signed."""
+        with contextlib.suppress(dist.DistError):
+            return {rank for rank in range(self.size) if self._board.has(f"survivor/{rank}")}
+        return set()
 
 
 def _is_of_a_backend(error: RuntimeError) -> bool:
@@ -393,10 +361,3 @@ def _is_of_a_backend(error: RuntimeError) -> bool:
     # A future hands on the text of an error that passed through a callback, and not the error.
     words = ("Connection", "gloo/", "Socket", RankLostError.__name__)
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def _first_sentence(error: Exception) -> str:
-    """A backend's own words without the places in its source and the hints that follow them."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    text = text.rpartition("running the callback: ")[2]
-    return text.rpartition("] ")[2].split(". ")[0].rstrip(".")

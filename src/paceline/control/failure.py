@@ -69,7 +69,7 @@ class News:
                 # The same exception, now that it can be named: backward only knew that there was one.
                 number = self._reports[-1]
             else:
-                number = self._board.store.add("failures", 1)
+                number = self._board.add("failures", 1)
                 self._reports.append(number)
             self._nameless = nameless
             self._put(f"failure/{number}", failure)
@@ -85,7 +85,7 @@ class News:
 
     def first(self) -> Failure | None:
         """The first failure of another rank that stands."""
-        for number in range(self._past + 1, self._board.store.add("failures", 0) + 1):
+        for number in range(self._past + 1, self._board.add("failures", 0) + 1):
             key = f"failure/{number}"
             failure = self._read(key)
             if failure is not None and failure.rank != self._rank:

@@ -21,9 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+import torch.distributed as dist
+
 from paceline.control import stacks
 from paceline.control.board import Board
-from paceline.control.position import Position, Report, explain, of_record, of_this_rank
+from paceline.control.census import Census
+from paceline.control.position import HOLDS_LOCK, Position, Report, explain, of_record, of_this_rank
 from paceline.control.progress import Progress, Record, process_state, read_file
 from paceline.control.user_code import OWN_COLLECTIVE, collective_frame, line_of_frame
 from paceline.control.wire import Kind
@@ -51,10 +54,13 @@ def settings() -> HangWatch:
 class Inquiries:
     """Asking the ranks of one channel where they are, and answering."""
 
-    def __init__(self, board: Board, progress: Progress, *, rank: int, size: int, directory: Path | None) -> None:
+    def __init__(
+        self, board: Board, progress: Progress, census: Census, *, rank: int, size: int, directory: Path | None
+    ) -> None:
         self.board = board
         self.progress = progress
         self.rank = rank
+        self._census = census
         self._size = size
         self._directory = directory
         self._answered = 0
@@ -64,30 +70,37 @@ class Inquiries:
     def answer(self) -> None:
         """Say where this rank is, if somebody asks."""
         with self._answering:
-            asked = self.board.store.add("inquiries", 0)
+            asked = self.board.add("inquiries", 0)
             if asked > self._answered:
                 told = of_this_rank(self.progress).fields()
                 self.board.put(f"position/{self.rank}", Kind.POSITION, asked, *told)
                 self._answered = asked
 
-    def ask(self, meanwhile: Callable[[], None] | None = None) -> dict[int, Position | None]:
-        """Where every rank is, in `ANSWER_S` or less; None for one of which nothing can be learnt.
+    def ask(
+        self, meanwhile: Callable[[], None] | None = None, *, within_s: float | None = None
+    ) -> dict[int, Position | None]:
+        """Where every rank is, in ``within_s`` (`ANSWER_S`) or less; None for one of which nothing can be learnt.
 
         Others may ask at the same time: ``meanwhile`` answers them, by default on this channel.
         """
-        number = self.board.store.add("inquiries", 1)
         found: dict[int, Position | None] = dict.fromkeys(range(self._size))
-        deadline = time.monotonic() + ANSWER_S
-        while None in found.values() and time.monotonic() < deadline:
-            (meanwhile or self.answer)()
-            for rank, position in found.items():
-                if position is None:
-                    found[rank] = self._answer_of(rank, number) or self._of_the_dead(rank)
-            time.sleep(20e-3)
-        for rank, position in found.items():
-            if position is None:
-                found[rank] = self._from_file(rank)
-        return found
+        deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
+        try:
+            number = self.board.add("inquiries", 1)
+            while None in found.values() and time.monotonic() < deadline:
+                (meanwhile or self.answer)()
+                for rank, position in found.items():
+                    if position is None:
+                        found[rank] = self._answer_of(rank, number) or self._of_the_dead(rank)
+                time.sleep(20e-3)
+        except dist.DistError:
+            return self.read_files() | {rank: position for rank, position in found.items() if position is not None}
+        return {rank: position or self._from_file(rank) for rank, position in found.items()}
+
+    def read_files(self) -> dict[int, Position | None]:
+        """The same without asking anybody, when the store does not answer: as files and processes say."""
+        found = {rank: self._from_file(rank, running="") for rank in self._others()}
+        return found | {self.rank: of_this_rank(self.progress)}
 
     def _answer_of(self, rank: int, number: int) -> Position | None:
         match self.board.read(f"position/{rank}", Kind.POSITION):
@@ -105,19 +118,37 @@ class Inquiries:
         waiting = [rank for rank, position in positions.items() if position and position.activity == OWN_COLLECTIVE]
         return explain(positions, self._size) if self.rank <= min(waiting, default=self.rank) else None
 
-    def divergence(self) -> Report | None:
-        """Where ranks parted, if they did."""
-        report = self.report() if self._directory is not None else None
-        return report if report is not None and report.parted else None
-
     def gone(self) -> list[int]:
         """The ranks of this host whose processes have ended."""
-        return [rank for rank in range(self._size) if rank != self.rank and self._of_the_dead(rank) is not None]
+        return [rank for rank in self._others() if self._state(rank) == "gone"]
+
+    def stopped(self) -> list[int]:
+        """The ranks of this host whose processes are stopped."""
+        return [rank for rank in self._others() if self._state(rank) == "stopped"]
+
+    def missed(self) -> list[int]:
+        """The ranks of this host that have died before a collective which this rank has started.
+
+        By their files alone, which a rank that ends well takes away.
+        """
+        records = {rank: self._record(rank) for rank in self._others()}
+        return [
+            rank
+            for rank, record in records.items()
+            if record is not None and record.started < self.progress.started and process_state(record) == "gone"
+        ]
 
     def is_running(self, rank: int) -> bool:
         """Whether the process of ``rank`` is on this host and has not ended."""
+        return self._state(rank) in ("running", "stopped")
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self.rank]
+
+    def _state(self, rank: int) -> str:
+        """As `process_state`; empty if nothing is known of the rank."""
         record = self._record(rank)
-        return record is not None and process_state(record) in ("running", "stopped")
+        return process_state(record) if record is not None else self._census.state(rank)
 
     def _of_the_dead(self, rank: int) -> Position | None:
         """Nothing has to be awaited of a process that has ended."""
@@ -125,9 +156,11 @@ class Inquiries:
         dead = record is not None and process_state(record) in ("gone", "stopped")
         return self._from_file(rank) if dead else None
 
-    def _from_file(self, rank: int) -> Position | None:
+    def _from_file(self, rank: int, *, running: str = HOLDS_LOCK) -> Position | None:
         record = self._record(rank)
-        return of_record(record, self._directory) if record is not None and self._directory is not None else None
+        if record is None or self._directory is None:
+            return None
+        return of_record(record, self._directory, running=running)
 
     def _record(self, rank: int) -> Record | None:
         if self._directory is None:

@@ -14,7 +14,7 @@ from paceline.control.progress import Progress, Record, process_state
 from paceline.control.user_code import activity_of_frame, line_of_frame
 from paceline.control.wire import Field
 
-_HOLDS_LOCK = "does not answer: some code of it holds the interpreter lock"
+HOLDS_LOCK = "does not answer: some code of it holds the interpreter lock"
 
 Fields = tuple[int, int, str, str, str, str, tuple[int | str | bytes, ...]]
 
@@ -71,7 +71,7 @@ def of_this_rank(progress: Progress) -> Position:
     )
 
 
-def of_record(record: Record, directory: Path, *, running: str = _HOLDS_LOCK, ask: bool = True) -> Position:
+def of_record(record: Record, directory: Path, *, running: str = HOLDS_LOCK, ask: bool = True) -> Position:
     """Where a rank is that does not answer, as its file and its process tell; ``running`` is said of one that runs.
 
     ``ask``: send it a signal, to learn its line.
@@ -116,7 +116,7 @@ def explain(positions: Mapping[int, Position | None], size: int) -> Report:
         f"rank {rank}: collective {position.started}; {position.where()}" for rank, position in sorted(known.items())
     ]
     unknown = tuple(rank for rank in range(size) if rank not in known)
-    lines += [f"rank {rank}: nothing is known of it; it may have let go of its wrapper" for rank in unknown]
+    lines += [f"rank {rank}: nothing is known of it; it has no wrapper yet, or let go of it" for rank in unknown]
     parted = _divergence(known)
     cause, ranks = parted or _behind(known, unknown)
     return Report(cause, ranks, tuple(lines), parted=parted is not None)

@@ -9,6 +9,8 @@ other ranks of the host, and for the doctor. One file a wrapper and rank. ::
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import mmap
 import os
@@ -17,6 +19,7 @@ import struct
 import time
 import weakref
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
@@ -81,7 +84,7 @@ class Progress:
         self.path = path if memory is not None else None
         """None: what is written is for this process alone."""
         self._memory = memory = memory or mmap.mmap(-1, FILE_BYTES)
-        host = socket.gethostname().encode()[:64]
+        host = this_host().encode()
         _WHO.pack_into(memory, 0, MAGIC, os.getpid(), birth(os.getpid()), rank, size, wrapper, stack_signal, host)
         self._write_state()
         if self.path is not None:
@@ -188,14 +191,53 @@ def birth(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
-def process_state(record: Record) -> str:
-    """``running``, ``stopped`` or ``gone``, as this host sees it; empty if the process is of another host."""
-    if record.host != socket.gethostname()[:64]:
+@dataclass(frozen=True)
+class Process:
+    """Which process a rank is."""
+
+    pid: int
+    born: int
+    host: str
+
+
+def this_process() -> Process:
+    return Process(os.getpid(), birth(os.getpid()), this_host())
+
+
+def this_host() -> str:
+    """A name of where process numbers mean the same: machines, and containers of one, may be called alike."""
+    return f"{socket.gethostname()[:40]}-{_kernel()}"
+
+
+@cache
+def _kernel() -> str:
+    found = ""
+    with contextlib.suppress(OSError):
+        found = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii") + os.readlink("/proc/self/ns/pid")
+    return hashlib.blake2b(found.encode(), digest_size=4).hexdigest()
+
+
+def process_state(process: Process | Record) -> str:
+    """``running``, ``stopped`` or ``gone``; empty if it is a process of another host, or this one does not say."""
+    if process.host != this_host() or not os.path.exists("/proc/self/stat"):
         return ""
-    fields = _stat(record.pid)
-    if not fields or (record.born and int(fields[19]) != record.born) or fields[0] in "ZX":
+    fields = _stat(process.pid)
+    if not fields and _is_hidden(process.pid):
+        return ""
+    if not fields or (process.born and int(fields[19]) != process.born) or fields[0] in "ZX":
         return "gone"
     return "stopped" if fields[0] in "Tt" else "running"
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is such a process, of which this user may not see anything (``hidepid``)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _stat(pid: int) -> list[str]:

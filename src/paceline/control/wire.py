@@ -47,6 +47,8 @@ class Kind(enum.IntEnum):
     """Text for people."""
     POSITION = 6
     """Where a rank is."""
+    PROCESS = 7
+    """Which process a rank is."""
 
 
 SCHEMAS: dict[Kind, tuple[type, ...]] = {
@@ -56,6 +58,7 @@ SCHEMAS: dict[Kind, tuple[type, ...]] = {
     Kind.REPLAN: (int, int, str),
     Kind.WORDS: (str,),
     Kind.POSITION: (int, int, int, str, str, str, str, tuple),
+    Kind.PROCESS: (int, int, str),
 }
 
 
