@@ -98,7 +98,8 @@ class Courier:
             slot.view = total if slot.view is None else slot.view + total
 
         if self.hook is not None:
-            future = self.hook(self.hook_state, GradBucket(bucket, is_last=is_last, buffer=grad))
+            # A copy: embeddings that are added up have gradients on the same values, and hooks divide in place.
+            future = self.hook(self.hook_state, GradBucket(bucket, is_last=is_last, buffer=grad.clone()))
             doing = f"the comm hook {exchange.hook_name(self.hook)} for {bucket.describe()}"
             return lambda: deliver(self.channel.wait_future(future, doing))
         return exchange.start_sparse_all_reduce(

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from paceline import _torch
+from paceline.roster import makes_sparse_gradients
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     leaves, spec = _torch.pytree_flatten(tree)
     cast = [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
     return _torch.pytree_unflatten(cast, spec)
+
+
+class _SparseCast(torch.autograd.Function):
+    """``param.to(dtype)`` for a parameter whose gradient is sparse, which the backward of ``to`` refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = param.dtype
+        return param.to(dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
 
 
 class Swap:
@@ -127,7 +141,9 @@ class Swap:
                 if param is None or id(param) in self._ignored or not param.is_floating_point():
                     continue
                 if id(param) not in self._casts:
-                    self._casts[id(param)] = param.to(self._dtype)
+                    sparse = makes_sparse_gradients(owner)
+                    cast = _SparseCast.apply(param, self._dtype) if sparse else param.to(self._dtype)
+                    self._casts[id(param)] = cast
                 self._replaced.append((holder, key, param))
         for place, key, param in self._replaced:
             place[key] = self._casts[id(param)]

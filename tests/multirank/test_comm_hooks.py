@@ -284,6 +284,36 @@ def test_hook_is_not_called_in_no_sync(ranks):
     ranks(_hook_and_accumulation)
 
 
+class _AddedEmbeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(8, 4, sparse=True)
+        self.place = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, tokens, with_places):
+        added = self.token(tokens)
+        return added + self.place(tokens) if with_places else added
+
+
+def _hook_and_sparse(rank, world_size):
+    """Both embeddings get the gradient of their sum: two sparse tensors on the same values."""
+
+    def wrap(model):
+        ddp = DDP(model)
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        return ddp
+
+    def step(model, r, i):
+        model(torch.tensor([r, i, 5]), r == 0 or i != 1).square().mean().backward()
+
+    compare_with_reference(rank, world_size, _AddedEmbeddings, step, wrap=wrap)
+
+
+@ours_only
+def test_hook_with_sparse_gradients(ranks):
+    ranks(_hook_and_sparse)
+
+
 # -- registering ---------------------------------------------------------------------------------------------
 
 

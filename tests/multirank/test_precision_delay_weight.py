@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -145,6 +146,29 @@ def _mixed_eval(rank, world_size):
 @ours_only
 def test_mixed_precision_forward_without_grad(ranks):
     ranks(_mixed_eval)
+
+
+def _mixed_sparse(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+    ddp = DDP(model, mixed_precision=PRECISIONS[1])
+    expected = torch.zeros(8, 4)
+    for r in range(world_size):
+        twin = copy.deepcopy(model).to(torch.bfloat16)
+        twin(torch.tensor([r, 3])).float().square().mean().backward()
+        expected += twin[0].weight.grad.to_dense().float() / world_size
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.tensor([rank, 3])).float().square().mean().backward()
+        assert model[0].weight.grad.is_sparse
+        assert model[0].weight.grad.dtype == torch.float32
+        torch.testing.assert_close(model[0].weight.grad.to_dense(), expected, rtol=2e-2, atol=4e-3)
+        assert_in_sync(model)
+
+
+@ours_only
+def test_mixed_precision_with_sparse_gradients(ranks):
+    ranks(_mixed_sparse)
 
 
 # -- delayed all-reduce --------------------------------------------------------------------------------------
