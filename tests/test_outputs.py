@@ -301,6 +301,9 @@ CONTAINERS = [
     Output(a=A, b=B),
     Data(A, B),
     SlottedData(A, B),
+    Plain(A, B),
+    SimpleNamespace(a=A, deep=SimpleNamespace(b=[B])),
+    UserDict(a=A, b=B),
     [torch.tensor(3), {"x": (A,)}, Pair(None, Data(B))],
     {"ids": torch.tensor([1]), "deep": [[A], Output(b=[B])]},
 ]
@@ -340,7 +343,16 @@ def test_a_complex_tensor_can_be_tied() -> None:
     assert tie_to_graph(torch.ones(2, dtype=torch.complex64), _anchor(), _any).requires_grad
 
 
-@pytest.mark.parametrize("value", [Plain(A, B), Slotted(A), SimpleNamespace(a=A), None, "t", 1.5, Data])
+def test_an_object_that_leads_back_to_itself_is_copied_once() -> None:
+    value = SimpleNamespace(a=A)
+    value.me = [value]
+    tied = tie_to_graph(value, _anchor(), _any)
+    assert tied.me[0] is tied
+    assert tied.a.requires_grad
+    assert value.me[0] is value
+
+
+@pytest.mark.parametrize("value", [SimpleNamespace(a=1, b=[]), nn.Linear(1, 1), int, None, "t", 1.5, Data])
 def test_other_objects_stay_the_very_object(value: Any) -> None:
     assert tie_to_graph(value, _anchor(), _any) is value
     assert tie_to_graph([value], _anchor(), _any)[0] is value

@@ -38,17 +38,26 @@ def _children(item: Any) -> list[Any]:
         return list(item.values())
     if isinstance(item, (list, tuple, set, frozenset)):
         return list(item)
-    if _RRef is not None and isinstance(item, _RRef):
-        return [item.local_value()] if item.is_owner() else []  # type: ignore[attr-defined]
+    if _is_rref(item):
+        return [item.local_value()] if item.is_owner() else []
+    return list(_attributes(item).values())
+
+
+def _is_rref(item: Any) -> bool:
+    return _RRef is not None and isinstance(item, _RRef)
+
+
+def _attributes(item: Any) -> dict[str, Any]:
+    """What an object of the user's holds; nothing for classes and functions."""
     if is_dataclass(item) and not isinstance(item, type):
-        return [getattr(item, field.name, None) for field in fields(item)]
+        return {field.name: getattr(item, field.name) for field in fields(item) if hasattr(item, field.name)}
     if isinstance(item, type) or callable(item):
-        return []
-    attributes = list(getattr(item, "__dict__", {}).values())
+        return {}
+    attributes = dict(getattr(item, "__dict__", {}))
     for owner in type(item).__mro__:
         slots = owner.__dict__.get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
-        attributes += [getattr(item, name) for name in names if hasattr(item, name)]
+        attributes.update((name, getattr(item, name)) for name in names if hasattr(item, name))
     return attributes
 
 
@@ -117,33 +126,50 @@ def tie(tensor: Tensor, anchor: Tensor) -> Tensor:
 
 
 def tie_to_graph(
-    value: Any, anchor: Tensor, chosen: Callable[[Tensor], bool], *, tie: Callable[[Tensor, Tensor], Tensor] = tie
+    value: Any,
+    anchor: Tensor,
+    chosen: Callable[[Tensor], bool],
+    *,
+    tie: Callable[[Tensor, Tensor], Tensor] = tie,
+    twins: dict[int, Any] | None = None,
 ) -> Any:
     """``value`` with its ``chosen`` floating-point tensors made part of the autograd graph.
 
-    Containers and dataclasses that hold one are copied; other objects of the user's are left alone.
+    Containers and objects that hold one are copied, others stay the very object. ``twins``: the copies so far, by the
+    id of the original; objects may lead back to themselves.
     """
     if isinstance(value, Tensor):
-        floating = value.is_floating_point() or value.is_complex()
-        return tie(value, anchor) if floating and chosen(value) else value
+        return tie(value, anchor) if _can_be_tied(value) and chosen(value) else value
+    copies: dict[int, Any] = {} if twins is None else twins
+
+    def tied(item: Any) -> Any:
+        return tie_to_graph(item, anchor, chosen, tie=tie, twins=copies)
+
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(tie_to_graph(item, anchor, chosen, tie=tie) for item in value))
+        return type(value)(*(tied(item) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(tie_to_graph(item, anchor, chosen, tie=tie) for item in value)
+        return type(value)(tied(item) for item in value)
     if isinstance(value, dict):
         # A copy of its own kind, filled again: some kinds of dictionary have attributes beside their items.
         copied = copy.copy(value)
         for key, item in value.items():
-            copied[key] = tie_to_graph(item, anchor, chosen, tie=tie)
+            copied[key] = tied(item)
         return copied
-    if is_dataclass(value) and not isinstance(value, type):
-        twin: Any = copy.copy(value)
-        for field in fields(value):
-            if hasattr(value, field.name):
-                tied = tie_to_graph(getattr(value, field.name), anchor, chosen, tie=tie)
-                object.__setattr__(twin, field.name, tied)
-        return twin
-    return value
+    if isinstance(value, _LEAVES):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    attributes = {} if _is_rref(value) else _attributes(value)
+    if not any(_can_be_tied(tensor) and chosen(tensor) for tensor in find_tensors(attributes)):
+        return value
+    twin = copies[id(value)] = copy.copy(value)
+    for name, item in attributes.items():
+        object.__setattr__(twin, name, tied(item))
+    return twin
+
+
+def _can_be_tied(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def move_to_device(value: Any, device: torch.device | str) -> Any:

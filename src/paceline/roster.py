@@ -104,6 +104,13 @@ class Roster:
                 f"Parameter {name!r} has no shape yet (lazy module). Run one forward of the bare module on a "
                 "dummy batch before wrapping it, so that every rank knows its shapes."
             )
+        if hasattr(param, "__tensor_flatten__"):
+            # The protocol of tensors made of other tensors: their elements are not this tensor's to send.
+            raise StateError(
+                f"Parameter {name!r} is a {type(param).__name__}, which holds its values in other tensors; only plain "
+                "tensors are averaged. Leave it out with "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)."
+            )
         return ParameterSpec(
             name,
             tuple(param.shape),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import MixedPrecision
-from paceline.errors import PacelineError, ParameterMismatchError
+from paceline.errors import PacelineError, ParameterMismatchError, StateError
 from paceline.testing import RankPool
 
 from ._ddp import DDP, assert_in_sync, batch, compare_with_reference, ours_only
@@ -342,6 +342,28 @@ def _lazy(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_lazy_parameters_are_refused_with_the_remedy(ranks, world_size):
     ranks(_lazy, world_size=world_size, allow_warnings=(("Lazy modules", UserWarning),))
+
+
+def _tensor_parallel(rank, world_size):
+    """Refused on every rank before anything is sent; ignored, the rest of the module is wrapped."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (world_size,))
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh))
+    with pytest.raises(StateError, match=r"1\.weight.*DTensor"):
+        DDP(model)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    ddp = DDP(model)
+    ddp.module[0](batch(rank).float()).sum().backward()
+    assert_in_sync(model[0])
+
+
+@ours_only
+def test_parameters_made_of_other_tensors_are_refused(ranks):
+    ranks(_tensor_parallel)
 
 
 # -- several wrappers ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -368,7 +369,9 @@ def _packed(rank, world_size, pack):
 
 @ours_only
 @pytest.mark.parametrize(
-    "pack", [_as_dict, _AsModelOutput, _AsDataclass, _AsNamedTuple, _as_nested], ids=lambda pack: pack.__name__
+    "pack",
+    [_as_dict, _AsModelOutput, _AsDataclass, _AsNamedTuple, _as_nested, SimpleNamespace],
+    ids=lambda pack: pack.__name__,
 )
 def test_a_rank_that_uses_no_parameter_may_pack_its_outputs(ranks, pack):
     ranks(_packed, pack, group_timeout_s=20)
