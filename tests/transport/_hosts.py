@@ -99,6 +99,14 @@ class Hosts:
         self._ranks[rank].send_signal(signal.SIGKILL)
         self._ranks[rank].wait()
 
+    def stop(self, rank: int) -> None:
+        """SIGSTOP a rank, until :meth:`resume`."""
+        self._ranks[rank].send_signal(signal.SIGSTOP)
+
+    def resume(self, rank: int) -> None:
+        """SIGCONT it."""
+        self._ranks[rank].send_signal(signal.SIGCONT)
+
     def sent_bytes(self, host: int) -> int:
         """What has left the host over the link so far."""
         for line in self._inside(host, "cat", "/proc/net/dev").stdout.splitlines():

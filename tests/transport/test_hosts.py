@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.transport._hosts import Hosts, why_no_hosts
 from tests.transport.requirements import needs_shm
 
 _MB = 1 << 20
+# Of a rank, from one function to another.
+_groups = {}
 
 
 @pytest.fixture(scope="module")
@@ -380,6 +383,25 @@ def test_an_abort_is_told_on_the_other_host(hosts: Hosts) -> None:
         assert (name, said, blamed) == ("PeerFailedError", "rank 3 has aborted the group", 3)
 
 
+def _group_with_little_time(rank, world_size):
+    _groups["little time"] = dist.new_group(timeout=timedelta(seconds=2))
+
+
+def _wait_for_the_stopped(rank, world_size):
+    return _error_of(lambda: dist.all_reduce(torch.ones(3), group=_groups["little time"]))
+
+
+def test_a_stopped_rank_is_named_on_every_host(hosts: Hosts) -> None:
+    hosts.run(__name__, "_group_with_little_time")
+    hosts.stop(3)
+    try:
+        for name, said, blamed, _ in hosts.run(__name__, "_wait_for_the_stopped", ranks=[0, 1, 2]):
+            assert (name, blamed) == ("RankLostError", 3), said
+            assert "until the timeout of 2 s for rank 3, which did not arrive" in said
+    finally:
+        hosts.resume(3)
+
+
 def _train(rank, world_size):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
@@ -474,9 +496,6 @@ def _calls(lost):
         "recv from anybody": lambda rank, group: dist.recv(torch.ones(3), group=group),
         "recv along": along,
     }
-
-
-_groups = {}
 
 
 def _make_groups(rank, world_size, lost):

@@ -33,6 +33,7 @@ from paceline.transport.packing import Packing
 from paceline.transport.segment import Segment, hold, release
 from paceline.transport.spanning_exchanges import SpanningExchanges
 from paceline.transport.spanning_reductions import SpanningReductions
+from paceline.transport.stages import Limits
 from paceline.transport.work import ShmWork
 
 
@@ -111,11 +112,11 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = forms.options(c10d.BarrierOptions, opts, default=forms.BARRIER, timeout=timeout)
 
-        def stages(limit_s: float) -> None:
-            self._host.barrier(timeout_s=limit_s)
+        def stages(limits: Limits) -> None:
+            self._host.barrier(timeout_s=limits.inside_s)
             if self._leaders is not None:
-                self._leaders.barrier(timeout_s=limit_s)
-            self._host.barrier(timeout_s=limit_s)
+                self._leaders.barrier(timeout_s=limits.between_s)
+            self._host.barrier(timeout_s=limits.after_s)
 
         return self._launch("barrier", [], [], stages, opts)
 

@@ -15,6 +15,7 @@ from paceline.errors import DisagreementError
 from paceline.transport.codes import Kind
 from paceline.transport.host import Host
 from paceline.transport.leaders import Leaders
+from paceline.transport.stages import Limits
 
 Route = Sequence[Sequence[int]]
 """Bytes from each rank to each, by source and destination; the same on all ranks."""
@@ -49,7 +50,7 @@ class Parcels:
         rank: int,
         route: Route,
         kind: Kind,
-        timeout_s: float,
+        limits: Limits,
     ) -> None:
         self._host = host
         self._leaders = leaders
@@ -60,7 +61,7 @@ class Parcels:
         self._rank = rank
         self._route = route
         self._kind = kind
-        self._timeout_s = timeout_s
+        self._limits = limits
 
     def run(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         """Send ``sends[d]`` to each rank ``d``, receive ``recvs[s]`` from each rank ``s``."""
@@ -68,7 +69,7 @@ class Parcels:
         came = torch.empty(sum(self._route[source][self._rank] for source in self._remote), dtype=torch.uint8)
         nothing = came.new_empty(0)
         handed = [came] + [nothing] * (len(self._local) - 1)
-        self._host.exchange(due, handed, kind=self._kind, timeout_s=self._timeout_s)
+        self._host.exchange(due, handed, kind=self._kind, timeout_s=self._limits.after_s)
         pieces = came.split([self._route[source][self._rank] for source in self._remote])
         for source, piece in zip(self._remote, pieces, strict=True):
             recvs[source].copy_(piece)
@@ -80,12 +81,12 @@ class Parcels:
         here = [bundle, *(sends[rank] for rank in self._local[1:])]
         if self._leaders is None:
             came = [recvs[rank] for rank in self._local]
-            self._host.exchange(here, came, kind=self._kind, timeout_s=self._timeout_s)
+            self._host.exchange(here, came, kind=self._kind, timeout_s=self._limits.inside_s)
             return {}
         goals = [leader, *self._remote]
         nbytes = [[self._route[source][goal] for goal in goals] for source in self._local]
         came = [torch.empty(sum(sizes), dtype=torch.uint8) for sizes in nbytes]
-        self._host.exchange(here, came, kind=self._kind, timeout_s=self._timeout_s)
+        self._host.exchange(here, came, kind=self._kind, timeout_s=self._limits.inside_s)
         leaving = {}
         for source, found, sizes in zip(self._local, came, nbytes, strict=True):
             own, *pieces = found.split(sizes)
@@ -101,7 +102,7 @@ class Parcels:
         others = [[] if host == self._mine else ranks for host, ranks in enumerate(self._hosts)]
         sends = [torch.cat([nothing, *(leaving[s][d] for s in self._local for d in ranks)]) for ranks in others]
         sizes = [[self._route[s][d] for s in ranks for d in self._local] for ranks in others]
-        found = self._leaders.exchange(sends, [sum(nbytes) for nbytes in sizes], timeout_s=self._timeout_s)
+        found = self._leaders.exchange(sends, [sum(nbytes) for nbytes in sizes], timeout_s=self._limits.between_s)
         came: dict[tuple[int, int], Tensor] = {}
         for ranks, bundle, nbytes in zip(others, found, sizes, strict=True):
             routes = [(s, d) for s in ranks for d in self._local]

@@ -16,7 +16,7 @@ from paceline.transport.codes import Kind, dtype_number
 from paceline.transport.launcher import one
 from paceline.transport.packing import Packing
 from paceline.transport.parcels import Parcels, check_route
-from paceline.transport.stages import Stages
+from paceline.transport.stages import Limits, Stages
 
 
 class SpanningExchanges(Stages):
@@ -34,14 +34,14 @@ class SpanningExchanges(Stages):
         packed = packing.read(tensor) if self._rank == source else packing.write(tensor)
         home = self._host_of(source)
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             if self._mine == home:
-                self._host.broadcast(packed, root=self._hosts[home].index(source), timeout_s=limit_s)
+                self._host.broadcast(packed, root=self._hosts[home].index(source), timeout_s=limits.inside_s)
             if self._leaders is not None:
                 what = self._words("broadcast", tensor, root=source)
-                self._leaders.broadcast(packed, root=home, what=what, timeout_s=limit_s)
+                self._leaders.broadcast(packed, root=home, what=what, timeout_s=limits.between_s)
             if self._mine != home:
-                self._host.broadcast(packed, root=0, timeout_s=limit_s)
+                self._host.broadcast(packed, root=0, timeout_s=limits.after_s)
 
         return self._launch("broadcast", [tensor], [tensor], stages, opts, packing)
 
@@ -111,9 +111,9 @@ class SpanningExchanges(Stages):
         parts = [Packing().read(tensor) for _, tensor in gathered]
         wholes = [part.new_empty((self._size, *part.shape)) for part in parts]
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             for whole, part in zip(wholes, parts, strict=True):
-                self._gather(whole, part, what=self._words("all_gather", part), limit_s=limit_s)
+                self._gather(whole, part, what=self._words("all_gather", part), limits=limits)
 
         def give_out() -> None:
             for (outputs, _), whole in zip(gathered, wholes, strict=True):
@@ -135,9 +135,9 @@ class SpanningExchanges(Stages):
             packed = packing.write(output)
             pairs.append((packed.view(self._size, tensor.numel()), packing.read_apart(tensor, [packed]).view(-1)))
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             for whole, part in pairs:
-                self._gather(whole, part, what=self._words("all_gather", part), limit_s=limit_s)
+                self._gather(whole, part, what=self._words("all_gather", part), limits=limits)
 
         return self._launch("all_gather", inputs, list(outputs), stages, opts or forms.ALLGATHER, packing)
 
@@ -201,11 +201,11 @@ class SpanningExchanges(Stages):
         dtype = dtype_number(packing.kept[-1].dtype)
         what = name if root < 0 else f"{name} root {self._names[root]}"
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             # Sizes first: leaders have to know those of ranks that they do not talk for.
             mine = torch.tensor([piece.numel() for piece in (*outgoing, *incoming)] + [dtype])
             table = torch.empty((self._size, *mine.shape), dtype=mine.dtype)
-            self._gather(table, mine, kind=kind, what=what, limit_s=limit_s)
+            self._gather(table, mine, kind=kind, what=what, limits=limits)
             Parcels(
                 self._host,
                 self._leaders,
@@ -214,7 +214,7 @@ class SpanningExchanges(Stages):
                 rank=self._rank,
                 route=check_route(table, self._names, what),
                 kind=kind,
-                timeout_s=limit_s,
+                limits=limits,
             ).run(outgoing, incoming)
 
         return self._launch(name, inputs, list(outputs), stages, opts, packing)

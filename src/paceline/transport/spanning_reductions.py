@@ -17,7 +17,7 @@ from paceline.transport.codes import Kind, Op, dtype_number
 from paceline.transport.launcher import one
 from paceline.transport.packing import Packing
 from paceline.transport.sparse import SparseSum
-from paceline.transport.stages import Stages
+from paceline.transport.stages import Limits, Stages
 
 
 class SpanningReductions(Stages):
@@ -44,15 +44,15 @@ class SpanningReductions(Stages):
         packing = Packing()
         packed = [packing.update(checks.tensor(tensor, "all_reduce")) for tensor in tensors]
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             for part in packed:
-                self._host.reduce(part, op=inside, timeout_s=limit_s)
+                self._host.reduce(part, op=inside, timeout_s=limits.inside_s)
                 if self._leaders is not None:
                     what = self._words("all_reduce", part, op=op)
-                    self._leaders.all_reduce(part, op=inside, what=what, timeout_s=limit_s)
+                    self._leaders.all_reduce(part, op=inside, what=what, timeout_s=limits.between_s)
                     if op is Op.AVG:
                         part.div_(self._size)
-                self._host.broadcast(part, root=0, timeout_s=limit_s)
+                self._host.broadcast(part, root=0, timeout_s=limits.after_s)
 
         return self._launch("all_reduce", tensors, list(tensors), stages, opts, packing)
 
@@ -61,17 +61,17 @@ class SpanningReductions(Stages):
         sent = total.sent
         kind, what = Kind.SPARSE_ALL_REDUCE, f"sparse all_reduce({str(total.dtype).removeprefix('torch.')})"
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             table = torch.empty(self._size, 2, dtype=torch.int64)
             mine = torch.tensor([sent.numel(), dtype_number(total.dtype)])
-            self._gather(table, mine, kind=kind, what=what, limit_s=limit_s)
+            self._gather(table, mine, kind=kind, what=what, limits=limits)
             nbytes, dtypes = table.t().tolist()
             total.compare_dtypes(dtypes)
             # Of one length, as leaders exchange rows.
             padded = sent.new_zeros(max(nbytes))
             padded[: sent.numel()] = sent
             whole = padded.new_empty((self._size, *padded.shape))
-            self._gather(whole, padded, kind=kind, what=what, limit_s=limit_s)
+            self._gather(whole, padded, kind=kind, what=what, limits=limits)
             total.finish([row[:length] for row, length in zip(whole, nbytes, strict=True)])
 
         return self._launch("sparse_all_reduce", [tensor], [tensor], stages, opts)
@@ -96,17 +96,17 @@ class SpanningReductions(Stages):
         packed = packing.update(tensor) if self._rank == target else source
         home = self._host_of(target)
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             # A leader that is not the root must not lose its own tensor.
             total = packed if self._rank == target else source.clone() if self._host.rank == 0 else source
-            self._host.reduce(total, op=inside, timeout_s=limit_s)
+            self._host.reduce(total, op=inside, timeout_s=limits.inside_s)
             if self._leaders is not None:
                 what = self._words("reduce", tensor, op=reduce_op, root=target)
-                self._leaders.reduce(total, root=home, op=inside, what=what, timeout_s=limit_s)
+                self._leaders.reduce(total, root=home, op=inside, what=what, timeout_s=limits.between_s)
                 if reduce_op is Op.AVG and self._mine == home:
                     total.div_(self._size)
             if self._mine == home:
-                self._host.hand_over(total, to=self._hosts[home].index(target), timeout_s=limit_s)
+                self._host.hand_over(total, to=self._hosts[home].index(target), timeout_s=limits.after_s)
 
         return self._launch("reduce", [tensor], [tensor], stages, opts, packing)
 
@@ -145,15 +145,15 @@ class SpanningReductions(Stages):
         inside = Op.SUM if op is Op.AVG else op
         packed = [packing.write(output) for output in outputs]
 
-        def stages(limit_s: float) -> None:
+        def stages(limits: Limits) -> None:
             for part, whole in zip(packed, wholes, strict=True):
                 rows = whole.view(self._size, part.numel())
-                self._host.reduce(rows, op=inside, timeout_s=limit_s)
+                self._host.reduce(rows, op=inside, timeout_s=limits.inside_s)
                 block = rows.new_empty((len(self._hosts[self._mine]), rows.shape[1]))
                 if self._leaders is not None:
                     what = self._words("reduce_scatter", part, op=op)
-                    self._leaders.reduce_scatter(block, rows, op=inside, what=what, timeout_s=limit_s)
-                self._host.scatter(part, block, timeout_s=limit_s)
+                    self._leaders.reduce_scatter(block, rows, op=inside, what=what, timeout_s=limits.between_s)
+                self._host.scatter(part, block, timeout_s=limits.after_s)
                 if op is Op.AVG:
                     part.div_(self._size)
 

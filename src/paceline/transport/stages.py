@@ -7,6 +7,7 @@ others (``lines``) and hangs up on them, so that nobody waits for what cannot co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,22 @@ from paceline.transport.work import ENDED, ShmWork
 # How long a rank waits for the others to say why: all are to know within 2 s.
 _CAUSE_S = 1.2
 _STATUS = {"lost": Status.LOST, "failed": Status.POISONED, "disagreed": Status.DISAGREED}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long each stage may take. A rank that is stopped is noticed by its own host, when the time is up. Leaders of
+    other hosts wait a little longer, and who waits for a leader longer still: they are to be told, not to suspect."""
+
+    inside_s: float
+
+    @property
+    def between_s(self) -> float:
+        return self.inside_s + _CAUSE_S
+
+    @property
+    def after_s(self) -> float:
+        return self.inside_s + 3 * _CAUSE_S
 
 
 class Stages:
@@ -50,7 +67,7 @@ class Stages:
         name: str,
         inputs: Sequence[Tensor],
         outputs: list[Tensor],
-        stages: Callable[[float], None],
+        stages: Callable[[Limits], None],
         opts: Any,
         packing: Packing | None = None,
         after: Callable[[], None] | None = None,
@@ -58,13 +75,13 @@ class Stages:
         if packing:
             after = packing.unpack
         asked_s = opts.timeout.total_seconds()
-        limit_s = asked_s if asked_s > 0 else self._timeout_s
+        limits = Limits(asked_s if asked_s > 0 else self._timeout_s)
         on_end = _torch.start_profiler_range(f"shm:{name}", inputs) if _torch.is_profiling() else None
 
         def run() -> None:
             try:
                 with torch.no_grad():
-                    stages(limit_s)
+                    stages(limits)
                     if after is not None:
                         after()
             except Exception as error:
@@ -85,13 +102,13 @@ class Stages:
             return ENDED
         return ShmWork((task,), outputs, herald=self._herald)
 
-    def _gather(self, whole: Tensor, part: Tensor, *, kind: Kind = Kind.ALL_GATHER, what: str, limit_s: float) -> None:
+    def _gather(self, whole: Tensor, part: Tensor, *, kind: Kind = Kind.ALL_GATHER, what: str, limits: Limits) -> None:
         """Everybody's ``part`` into the rows of ``whole``, by rank."""
         block = part.new_empty((len(self._hosts[self._mine]), *part.shape))
-        self._host.all_gather(block, part, kind=kind, timeout_s=limit_s)
+        self._host.all_gather(block, part, kind=kind, timeout_s=limits.inside_s)
         if self._leaders is not None:
-            self._leaders.all_gather(whole, block, what=what, timeout_s=limit_s)
-        self._host.broadcast(whole, root=0, timeout_s=limit_s)
+            self._leaders.all_gather(whole, block, what=what, timeout_s=limits.between_s)
+        self._host.broadcast(whole, root=0, timeout_s=limits.after_s)
 
     def _host_of(self, rank: int) -> int:
         return next(index for index, ranks in enumerate(self._hosts) if rank in ranks)
