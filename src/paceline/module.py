@@ -389,6 +389,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         ...     loss.backward()
         """
         factor = as_weight(weight)
+        if self.channel.size > 1 and any(
+            isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in self.module.modules()
+        ):
+            # Its backward mixes the ranks' gradients before they reach the parameters, where they are weighed.
+            raise StateError(
+                "weighted() cannot weigh a backward through SyncBatchNorm, which sums over the ranks by itself. "
+                "Multiply the loss instead, by this rank's weight times the number of ranks over the sum of all weights."
+            )
         # One rank alone needs it too: the mean over several backwards is a weighted one.
         self._reducer.activate()
         params = [

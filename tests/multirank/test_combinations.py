@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline import MixedPrecision
+from paceline import MixedPrecision, SyncBatchNorm
 from paceline.errors import PacelineError, ParameterMismatchError, StateError
 
-from ._ddp import DDP, assert_in_sync, ours_only
+from ._ddp import DDP, assert_in_sync, batch, ours_only
 
 pytestmark = ours_only
 
@@ -443,3 +443,28 @@ def _precision_and_checkpoint(rank, world_size, updated):
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_checkpoint_in_low_precision_with_a_forward_without_gradients_between(ranks, updated):
     ranks(_precision_and_checkpoint, updated)
+
+
+def _uneven_sync_batchnorm(rank, world_size):
+    """Weights cannot follow gradients through SyncBatchNorm; a loss that is multiplied can."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    whole = copy.deepcopy(model)
+    rows = [2, 5]
+    batches = [batch(r, 0, rows[r], 4) for r in range(world_size)]
+    whole(torch.cat(batches)).square().mean().backward()
+    ddp = DDP(SyncBatchNorm.convert_sync_batchnorm(model))
+    loss = ddp(batches[rank]).square().mean()
+    with pytest.raises(StateError, match="Multiply the loss"), ddp.weighted(rows[rank]):
+        loss.backward()
+    (loss * rows[rank] * world_size / sum(rows)).backward()
+    for p, q in zip(ddp.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    ddp.eval()
+    with ddp.weighted(rows[rank]):
+        ddp(batches[rank]).square().mean().backward()
+
+
+def test_weights_are_refused_with_sync_batchnorm(ranks):
+    ranks(_uneven_sync_batchnorm)
