@@ -395,7 +395,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             # Its backward mixes the ranks' gradients before they reach the parameters, where they are weighed.
             raise StateError(
                 "weighted() cannot weigh a backward through SyncBatchNorm, which sums over the ranks by itself. "
-                "Multiply the loss instead, by this rank's weight times the number of ranks over the sum of all weights."
+                "Multiply the loss, by this rank's weight times the number of ranks over the sum of the weights."
             )
         # One rank alone needs it too: the mean over several backwards is a weighted one.
         self._reducer.activate()
