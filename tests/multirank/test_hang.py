@@ -214,7 +214,7 @@ def test_ranks_that_start_different_collectives(ranks: Ranks) -> None:
         told = error.results[0]
     assert "Ranks parted at collective" in told["told"]
     assert "rank 0 started all-reduce of bucket 0" in told["told"]
-    assert "rank 1 started broadcast of parameters or buffers, 5 x torch.float32" in told["told"]
+    assert "rank 1 started broadcast of parameters or buffers, " in told["told"]
 
 
 def _own_collective(rank: int, size: int) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import paceline
 from paceline import DDP
 from paceline.control import Channel, errands
 from paceline.control.progress import Process, birth, process_state, this_host
@@ -72,9 +73,16 @@ def _step(ddp: nn.Module) -> None:
     ddp(torch.ones(2, 4)).sum().backward()
 
 
-def _wait_for_host(line: Channel, ddp: nn.Module | None) -> None:
+def _compile() -> None:
+    with paceline.compiler.agreement(True):
+        torch.compile(torch.sin, backend="eager")(torch.ones(3))
+
+
+def _wait_for_host(line: Channel, ddp: nn.Module | None, where: str) -> None:
     if ddp is not None:
         _step(ddp)
+    elif where == "compiling":
+        _compile()
     else:
         line.compare("parameters", ROWS, ["name", "shape"])
 
@@ -87,6 +95,8 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     for _ in range(2):
         if ddp is not None:
             _step(ddp)
+    if where == "compiling":
+        _compile()
     if rank == 0:
         _poll(lambda: all((Path(directory) / f"here{other}").exists() for other in survivors))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -97,7 +107,7 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     _poll(lambda: _is_stopped(host))
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:
-        _wait_for_host(line, ddp)
+        _wait_for_host(line, ddp, where)
     took_s = time.monotonic() - start
     # Nobody waits here either: the store has been asked, and is silent.
     start = time.monotonic()
@@ -137,6 +147,13 @@ def test_a_stopped_host_is_named_at_the_groups_time_out(
         assert found["told_s"] < errands.ANSWER_S + BUSY_S
 
 
+def test_a_stopped_host_does_not_hold_up_ranks_that_compile_together(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(_stopped, str(tmp_path), "compiling", backend=None, timeout=180, settle_s=120, clean_s=1)[1]
+    assert found["rank"] == 0
+    assert "for rank 0, which is not compiling and did not come" in found["error"]
+    assert found["took_s"] < GROUP_TIMEOUT_S + errands.ANSWER_S + BUSY_S
+
+
 def _killed(rank: int, size: int, directory: str, where: str) -> dict[str, Any]:
     _join(rank, size, directory, timeout_s=600)
     ddp = DDP(nn.Linear(4, 2))
@@ -149,7 +166,7 @@ def _killed(rank: int, size: int, directory: str, where: str) -> dict[str, Any]:
     _meet(directory, rank, survivors, "here")
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:
-        _wait_for_host(ddp.channel, ddp if where == "training" else None)
+        _wait_for_host(ddp.channel, ddp if where == "training" else None, where)
     took_s = time.monotonic() - start
     start = time.monotonic()
     ddp.channel.report("forward", ValueError("something else"))
@@ -179,6 +196,7 @@ PROGRAM = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
+import paceline
 from paceline import DDP
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=600))
