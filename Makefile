@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One thread a rank: two ranks share the two cores of the machines we run on.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install train test test-compiler check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile clean
+.PHONY: install train test test-compiler check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing clean
 
 install: $(STAMP)
 
@@ -62,6 +62,14 @@ bench-shm: install
 bench-compile: install
 	$(BIN)/python -m benchmarks --suite compile --budget 20 --out benchmarks/results/compile
 	$(BIN)/python -m benchmarks.buckets --out benchmarks/results/compile
+
+# How soon a compiled training starts: each rank compiles, or one does for all.
+bench-compiling: install
+	$(BIN)/python -m benchmarks.compiling $(ARGS)
+
+# A compiled step with its collectives in the graph, against one with a break at each.
+bench-tracing: install
+	$(BIN)/python -m benchmarks.tracing $(ARGS)
 
 # What the control channel costs a step.
 bench-control: install

@@ -19,7 +19,8 @@ Files, in the order data flows through them:
     stats.py     samples -> medians, paired ratios and how far they can be trusted
     report.py    table, picture, JSON
     settings.py  what a run was asked to do
-    buckets.py, tracing.py, collectives/  commands of their own: see there
+    command.py   what commands have in common: options, ranks that end with them, where results go
+    buckets.py, compiling.py, control.py, tracing.py, collectives/  commands of their own: see there
 
 To add a transport, a compiled mode or a model, add one registration in `modes.py` or `models.py`; to
 measure something new, add a function to `suites.py`. Nothing else lists names.

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .launch import RankFailedError, run
+from .command import PARTIAL, RESULTS, about, add_out, make_console, positive, ranks_ending
+from .launch import run
 from .models import CASES
 from .modes import MODES
 from .report import Results, print_tables, save_json, save_picture
 from .settings import Settings
 from .stats import Check, Ratio, Series, Verdict
 from .suites import SUITES
-
-RESULTS = Path(__file__).resolve().parent / "results"
-PARTIAL = Path("runs") / "bench"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -33,31 +26,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--suite", action="append", choices=list(SUITES), help="what to measure (repeatable)")
     add("--model", action="append", choices=list(CASES), help="what to train (repeatable)")
     add("--mode", action="append", choices=list(MODES), help="how to train it (repeatable)")
-    add("--rounds", type=_positive, help="turns of each mode; default: what --budget allows")
-    add("--steps", type=_positive, help="steps of one turn (default 3)")
+    add("--rounds", type=positive, help="turns of each mode; default: what --budget allows")
+    add("--steps", type=positive, help="steps of one turn (default 3)")
     add("--budget", type=float, default=40.0, help="seconds for each suite and model (default 40)")
-    add("--threads", type=_positive, default=1, help="compute threads of a rank (default 1)")
+    add("--threads", type=positive, default=1, help="compute threads of a rank (default 1)")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a smoke run: a tiny model, two rounds")
-    add(
-        "--out",
-        type=Path,
-        help="folder for bench.json and bench.png; default: benchmarks/results for a whole run,"
-        f" {PARTIAL.as_posix()} for a part of one",
-    )
+    add_out(parser, "bench", RESULTS)
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
-    console = Console(width=150 if not sys.stdout.isatty() else None, highlight=False)
+    console = make_console(150)
     suites = tuple(chosen.suite or [suite.name for suite in SUITES.values() if suite.default])
     modes = dict.fromkeys(chosen.mode or [name for suite in suites for name in SUITES[suite].modes])
     missing = {name: reason for name in modes if (reason := MODES[name].missing()) is not None}
@@ -81,39 +62,33 @@ def main(arguments: list[str] | None = None) -> int:
     out: Path = chosen.out or (RESULTS if whole and not missing else PARTIAL)
     results = Results(about=_about(settings))
     start = time.monotonic()
-    # A time-out's SIGTERM must end the ranks as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with Progress(
+    with (
+        ranks_ending(console),
+        Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TimeElapsedColumn(),
             console=console,
             transient=True,
-        ) as bar:
-            task = bar.add_task("starting ranks", total=None)
+        ) as bar,
+    ):
+        task = bar.add_task("starting ranks", total=None)
 
-            def on_event(event: dict[str, Any]) -> None:
-                kind = event.pop("event")
-                if kind == "progress":
-                    bar.update(task, description=event["label"], completed=event["done"], total=event["total"])
-                elif kind == "series":
-                    results.series.append(Series(**event))
-                elif kind == "check":
-                    results.checks.append(Check(**event))
-                elif kind == "verdict":
-                    ratio = event.pop("ratio")
-                    results.verdicts.append(Verdict(**event, ratio=ratio and Ratio(**ratio)))
-                else:
-                    bar.console.print(event["text"], markup=False)
+        def on_event(event: dict[str, Any]) -> None:
+            kind = event.pop("event")
+            if kind == "progress":
+                bar.update(task, description=event["label"], completed=event["done"], total=event["total"])
+            elif kind == "series":
+                results.series.append(Series(**event))
+            elif kind == "check":
+                results.checks.append(Check(**event))
+            elif kind == "verdict":
+                ratio = event.pop("ratio")
+                results.verdicts.append(Verdict(**event, ratio=ratio and Ratio(**ratio)))
+            else:
+                bar.console.print(event["text"], markup=False)
 
-            run(settings, on_event)
-    except KeyboardInterrupt:
-        console.print("stopped; the ranks are ended and nothing is saved", style="yellow")
-        return 130
-    except RankFailedError as error:
-        console.print(f"{error}; nothing is saved", style="red")
-        return 1
+        run(settings, on_event)
     results.about["seconds"] = round(time.monotonic() - start)
     if results.series:
         print_tables(results, console)
@@ -125,12 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _about(settings: Settings) -> dict[str, Any]:
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load_at_start": round(os.getloadavg()[0], 1),
+    return about() | {
         "world_size": settings.world_size,
         "threads": settings.threads,
         "steps": settings.steps,

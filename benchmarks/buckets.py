@@ -1,6 +1,6 @@
 """Compiled training against the bucket size: graphs, compile time, step time, overlap. torch's class and ours.
 
-    python -m benchmarks.buckets            # 2 ranks; writes runs/bench/buckets.json and buckets.png
+    python -m benchmarks.buckets            # 2 ranks; writes benchmarks/results/buckets/
     python -m benchmarks.buckets --quick    # a smoke run
 
 The model is deep and plain: residual layers of one size. Each class is wrapped and compiled with inductor anew for each
@@ -9,14 +9,11 @@ bucket size, with empty caches; then both take turns. See [Note: why ratios].
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import random
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,11 +28,11 @@ from torch._inductor.utils import fresh_cache
 
 import paceline
 
-from .launch import RankFailedError, run
-from .ranks import joined
+from .command import Command, Found, Start
+from .ranks import Emit
+from .settings import Sent
 from .stats import paired_ratio
 
-OUT = Path("runs") / "bench"
 TITLES = {"torch": "torch DDP, views", "paceline": "Paceline, views"}
 COLOURS = {"torch": "#d9772b", "paceline": "#1d5fa8"}
 MOMENT = 0.9
@@ -43,7 +40,7 @@ MOMENT = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Sent):
     """What a run was asked to do."""
 
     # torch's class fails below 1 MB, and so does what is compiled after that: the smallest comes last.
@@ -56,9 +53,6 @@ class Settings:
     seed: int = 0
     world_size: int = 2
     threads: int = 1
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
 
 # --- what is measured --------------------------------------------------------------------------------------
@@ -162,45 +156,23 @@ def measure_size(size_mb: float, settings: Settings, rank: int) -> dict[str, Any
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.buckets", description="Compiled training by bucket size.")
-    parser.add_argument("--rounds", type=int, default=Settings.rounds)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: three small layers, one size, one round")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default {OUT.as_posix()})")
-    return parser.parse_args(arguments)
+def on_rank(settings: Settings, rank: int, emit: Emit) -> None:
+    for size_mb in settings.sizes_mb:
+        emit(measure_size(size_mb, settings, rank))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    chosen = parse(arguments)
-    settings = Settings(rounds=chosen.rounds)
-    if chosen.quick:
-        settings = dataclasses.replace(settings, sizes_mb=(0.02,), layers=3, width=64, rounds=1, steps=1)
-    console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
-    found: list[dict[str, Any]] = []
+def measure(settings: Settings, start: Start[Settings], console: Console) -> Found:
+    found: list[Found] = []
 
-    def on_event(event: dict[str, Any]) -> None:
+    def on_event(event: Found) -> None:
         found.append(event)
         console.print(f"{event['size_mb']} MB measured", markup=False)
 
-    try:
-        run(settings, on_event, program="benchmarks.buckets")
-    except KeyboardInterrupt:
-        console.print("stopped; the ranks are ended and nothing is saved", style="yellow")
-        return 130
-    except RankFailedError as error:
-        console.print(f"{error}; nothing is saved", style="red")
-        return 1
-    found.sort(key=lambda size: size["size_mb"])
-    show(found, console)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "paceline": paceline.__version__, **dataclasses.asdict(settings)}
-    text = json.dumps({"about": about, "sizes": found}, indent=1)
-    (chosen.out / "buckets.json").write_text(text, encoding="utf-8")
-    save_picture(found, settings, chosen.out / "buckets.png")
-    return 0
+    start(settings, on_event)
+    return {"sizes": sorted(found, key=lambda size: size["size_mb"])}
 
 
-def show(found: list[dict[str, Any]], console: Console) -> None:
+def show(found: Found, settings: Settings, console: Console) -> None:
     table = Table(title="Compiled training by bucket size, 2 ranks over gloo, inductor, empty caches")
     for heading in (
         "bucket",
@@ -213,7 +185,7 @@ def show(found: list[dict[str, Any]], console: Console) -> None:
         f"started at {MOMENT:.0%}",
     ):
         table.add_column(heading, justify="left" if heading == "class" else "right", no_wrap=True)
-    for size in found:
+    for size in found["sizes"]:
         for mode, title in TITLES.items():
             cells = size[mode]
             if "error" in cells:
@@ -243,19 +215,20 @@ PANELS: tuple[tuple[str, Callable[[dict[str, Any]], float]], ...] = (
 )
 
 
-def save_picture(found: list[dict[str, Any]], settings: Settings, path: Path) -> None:
+def save_picture(found: Found, settings: Settings, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, grid = pyplot.subplots(1, len(PANELS), figsize=(15, 3.8), layout="constrained")
-    sizes_mb = [size["size_mb"] for size in found]
+    sizes = found["sizes"]
+    sizes_mb = [size["size_mb"] for size in sizes]
     for axes, (title, value) in zip(grid, PANELS, strict=True):
         for mode, label in TITLES.items():
-            points = [(size["size_mb"], value(size[mode])) for size in found if "error" not in size[mode]]
+            points = [(size["size_mb"], value(size[mode])) for size in sizes if "error" not in size[mode]]
             axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[mode], label=label)
-            for size in found:
+            for size in sizes:
                 if "error" in size[mode]:
                     axes.plot(size["size_mb"], 0, "x", color=COLOURS[mode], markersize=9, clip_on=False, zorder=5)
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
@@ -275,15 +248,17 @@ def save_picture(found: list[dict[str, Any]], settings: Settings, path: Path) ->
     pyplot.close(figure)
 
 
-def _is_rank() -> bool:
-    return len(sys.argv) == 6 and all(argument.isdigit() for argument in sys.argv[1:5])
-
+COMMAND = Command(
+    name="buckets",
+    about="Compiled training by bucket size.",
+    settings=Settings(),
+    quick={"sizes_mb": (0.02,), "layers": 3, "width": 64, "rounds": 1, "steps": 1},
+    options=("rounds",),
+    on_rank=on_rank,
+    measure=measure,
+    show=show,
+    picture=save_picture,
+)
 
 if __name__ == "__main__":
-    if not _is_rank():
-        sys.exit(main())
-    warnings.simplefilter("ignore")
-    with joined() as (rank, text, emit):
-        settings = Settings(**json.loads(text))
-        for size_mb in settings.sizes_mb:
-            emit(measure_size(size_mb, settings, rank))
+    sys.exit(COMMAND.main())

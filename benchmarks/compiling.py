@@ -1,6 +1,6 @@
 """Starting a compiled training: each rank compiles, or one does for all; and what an agreement costs in a step.
 
-    python -m benchmarks.compiling                 # 2 ranks; writes runs/bench/compiling.json
+    python -m benchmarks.compiling                 # 2 ranks; writes benchmarks/results/compiling/
     python -m benchmarks.compiling --quick         # a smoke run
 
 A start is the time from the first call to the end of the first backward, of the rank that takes longest, in processes
@@ -11,19 +11,15 @@ Processor time is that of both ranks and of the compilers they started.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,18 +30,18 @@ from torch import Tensor, nn
 import paceline
 from paceline.compiler import agreement
 
-from .launch import RankFailedError, run
-from .ranks import Emit, joined
+from .command import Command, Found, Start
+from .ranks import Emit
+from .settings import Sent
 
-OUT = Path("runs") / "bench"
 MODES = ("each", "once")
-CACHES = ("own", "shared")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Sent):
     """What a run was asked to do; and, for the ranks of one start, which one it is."""
 
+    caches: tuple[str, ...] = ("own", "shared")
     layers: int = 4
     width: int = 64
     rounds: int = 3
@@ -56,9 +52,6 @@ class Settings:
     mode: str = ""
     folder: str = ""
     cache: str = ""
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
 
 class Net(nn.Module):
@@ -143,52 +136,29 @@ def measure_steps(settings: Settings, rank: int, emit: Emit) -> None:
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.compiling", description="Compiling on one rank or on each.")
-    parser.add_argument("--layers", type=int, default=Settings.layers)
-    parser.add_argument("--rounds", type=int, default=Settings.rounds)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: one layer, one round")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for compiling.json (default {OUT.as_posix()})")
-    return parser.parse_args(arguments)
+def on_rank(settings: Settings, rank: int, emit: Emit) -> None:
+    (measure_start if settings.mode else measure_steps)(settings, rank, emit)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    chosen = parse(arguments)
-    settings = Settings(layers=chosen.layers, rounds=chosen.rounds)
-    if chosen.quick:
-        settings = dataclasses.replace(settings, layers=1, rounds=1, steps=50)
-    console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
-    found: dict[str, Any] = {f"{mode}, {cache}": [] for cache in CACHES for mode in MODES}
-    try:
-        for index in range(settings.rounds):
-            for cache in CACHES:
-                modes = list(MODES)
-                random.Random(f"{settings.seed}/{index}/{cache}").shuffle(modes)
-                for mode in modes:
-                    with tempfile.TemporaryDirectory() as folder:
-                        start = dataclasses.replace(settings, mode=mode, cache=cache, folder=folder)
-                        run(start, found[f"{mode}, {cache}"].append, program="benchmarks.compiling")
-        steps: list[dict[str, Any]] = []
-        run(settings, steps.append, program="benchmarks.compiling")
-    except KeyboardInterrupt:
-        console.print("stopped; the ranks are ended and nothing is saved", style="yellow")
-        return 130
-    except RankFailedError as error:
-        console.print(f"{error}; nothing is saved", style="red")
-        return 1
-    found.update(steps[0])
-    show(found, settings, console)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "paceline": paceline.__version__, **dataclasses.asdict(settings)}
-    (chosen.out / "compiling.json").write_text(json.dumps({"about": about, **found}, indent=1), encoding="utf-8")
-    return 0
+def measure(settings: Settings, start: Start[Settings], console: Console) -> Found:
+    found: Found = {f"{mode}, {cache}": [] for cache in settings.caches for mode in MODES}
+    for index in range(settings.rounds):
+        for cache in settings.caches:
+            modes = list(MODES)
+            random.Random(f"{settings.seed}/{index}/{cache}").shuffle(modes)
+            for mode in modes:
+                with tempfile.TemporaryDirectory() as folder:
+                    one = dataclasses.replace(settings, mode=mode, cache=cache, folder=folder)
+                    start(one, found[f"{mode}, {cache}"].append)
+    start(settings, found.update)
+    return found
 
 
-def show(found: dict[str, Any], settings: Settings, console: Console) -> None:
+def show(found: Found, settings: Settings, console: Console) -> None:
     table = Table(title=f"From the first call to the end of the first backward: {settings.layers} layers, 2 ranks")
     for heading in ("caches", "metric", "each compiles, s", "one compiles, s", "times faster"):
         table.add_column(heading, justify="left" if heading in ("caches", "metric") else "right", no_wrap=True)
-    for cache in CACHES:
+    for cache in settings.caches:
         for metric in ("seconds", "processor"):
             each, once = ([event[metric] for event in found[f"{mode}, {cache}"]] for mode in MODES)
             # Of the rounds' own ratios, so that a slow spell of the machine falls on both.
@@ -200,14 +170,16 @@ def show(found: dict[str, Any], settings: Settings, console: Console) -> None:
     console.print(f"A call of compiled code: {without:.0f} us; in an agreement: {with_:.0f} us.")
 
 
-def _is_rank() -> bool:
-    return len(sys.argv) == 6 and all(argument.isdigit() for argument in sys.argv[1:5])
-
+COMMAND = Command(
+    name="compiling",
+    about="Compiling on one rank or on each.",
+    settings=Settings(),
+    quick={"caches": ("own",), "layers": 1, "rounds": 1, "steps": 50},
+    options=("layers", "rounds"),
+    on_rank=on_rank,
+    measure=measure,
+    show=show,
+)
 
 if __name__ == "__main__":
-    if not _is_rank():
-        sys.exit(main())
-    warnings.simplefilter("ignore")
-    with joined() as (rank, text, emit):
-        settings = Settings(**json.loads(text))
-        (measure_start if settings.mode else measure_steps)(settings, rank, emit)
+    sys.exit(COMMAND.main())

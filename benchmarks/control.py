@@ -1,6 +1,6 @@
 """What the control channel costs: a step without trouble, the watch, an agreement, a comparison of replicas.
 
-    python -m benchmarks.control            # 2 ranks; prints a table, writes runs/bench/control.json
+    python -m benchmarks.control            # 2 ranks; writes benchmarks/results/control/
     python -m benchmarks.control --quick    # a smoke run
 
 The bookkeeping of a step and a look of the watch's thread are timed by themselves, since a step varies by far more than
@@ -9,13 +9,11 @@ they take; steps with the watch on and off take turns as a check. The bound is t
 
 from __future__ import annotations
 
-import argparse
-import json
+import dataclasses
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,9 +29,20 @@ from paceline.control.hang import LOOK_S
 from paceline.options import HangWatch
 from paceline.testing import RankPool
 
-OUT = Path("runs") / "bench"
+from .command import Command, Found, Start
+from .settings import Sent
+
 BOUND_SHARE, BOUND_S = 0.005, 50e-6
 VERIFY_EVERY = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Sent):
+    """What a run was asked to do."""
+
+    layers: int = 8
+    width: int = 1024
+    rounds: int = 60
 
 
 def _model(layers: int, width: int) -> nn.Module:
@@ -51,7 +60,7 @@ def _timed(call: Callable[[], Any], count: int) -> float:
     return statistics.median(taken)
 
 
-def measure(rank: int, world_size: int, layers: int, width: int, rounds: int) -> dict[str, float]:
+def on_rank(rank: int, world_size: int, layers: int, width: int, rounds: int) -> dict[str, float]:
     ddps, optimizers = {}, {}
     for mode in ("off", "observe", "verify"):
         with mock.patch.object(hang, "_settings", HangWatch("off" if mode == "off" else "observe")):
@@ -114,22 +123,31 @@ def rows(found: dict[str, float]) -> list[tuple[str, str]]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.control", description="What the control channel costs.")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: a small model, few rounds")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for control.json (default {OUT.as_posix()})")
-    chosen = parser.parse_args(arguments)
-    layers, width, rounds = (2, 64, 5) if chosen.quick else (8, 1024, 60)
+def measure(settings: Settings, start: Start[Settings], console: Console) -> Found:
     with RankPool() as pool:
-        found = pool.run(measure, layers, width, rounds, backend="cpu:shm", timeout=600)[0]
-    table = Table("what", "measured", title=f"control channel, 2 ranks over shm, {layers} layers of {width}")
+        numbers = dataclasses.astuple(settings)
+        found: Found = pool.run(on_rank, *numbers, backend="cpu:shm", timeout=600)[0]
+    return found
+
+
+def show(found: Found, settings: Settings, console: Console) -> None:
+    title = f"control channel, 2 ranks over shm, {settings.layers} layers of {settings.width}"
+    table = Table("what", "measured", title=title)
     for row in rows(found):
         table.add_row(*row)
-    Console(width=120 if not sys.stdout.isatty() else None, highlight=False).print(table)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    (chosen.out / "control.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
-    return 0
+    console.print(table)
 
+
+COMMAND = Command(
+    name="control",
+    about="What the control channel costs.",
+    settings=Settings(),
+    quick={"layers": 2, "width": 64, "rounds": 5},
+    options=(),
+    on_rank=None,
+    measure=measure,
+    show=show,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -218,17 +218,17 @@ register(
 # --- BERT-like -------------------------------------------------------------------------------------------
 
 
-def _bert() -> nn.Module:
+def bert(*, vocabulary: int = 4000, width: int = 256, layers: int = 4, heads: int = 4, length: int = 64) -> nn.Module:
     # Imported here because it takes seconds and only this case needs it.
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=4000,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=1024,
-        max_position_embeddings=64,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=length,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
@@ -244,7 +244,7 @@ register(
     Case(
         name="bert",
         title="BERT-like 4M",
-        build=_bert,
+        build=bert,
         batch=_tokens(vocabulary=4000, batch=2, length=64),
         loss=_masked_loss,
         optimizer=adamw,

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import TypeVar
+
+S = TypeVar("S", bound="Sent")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Sent:
+    """Settings on their way to the ranks. Values are numbers, texts and tuples of those."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls: type[S], text: str) -> S:
+        fields = json.loads(text)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Sent):
     suites: tuple[str, ...]
     """Names from `suites.SUITES`, in the order they run."""
     models: tuple[str, ...] | None
@@ -26,14 +42,3 @@ class Settings:
     threads: int = 1
     """Compute threads of a rank."""
     seed: int = 0
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        fields = json.loads(text)
-        for name in ("suites", "models", "modes"):
-            if fields[name] is not None:
-                fields[name] = tuple(fields[name])
-        return cls(**fields)

@@ -1,6 +1,6 @@
 """A compiled training step with its collectives in the graph, against the same step with a graph break at each.
 
-    python -m benchmarks.tracing                 # 2 ranks; writes runs/bench/tracing.json
+    python -m benchmarks.tracing                 # 2 ranks; writes benchmarks/results/tracing/
     python -m benchmarks.tracing --quick         # a smoke run
 
 The step is a stack of layers that share statistics of their activations (a running mean, summed over the ranks while
@@ -12,16 +12,12 @@ end with the same ones. See [Note: why ratios].
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import random
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -31,19 +27,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import paceline
-
-from .launch import RankFailedError, run
-from .ranks import joined
+from .command import Command, Found, Start
+from .ranks import Emit
+from .settings import Sent
 from .stats import paired_ratio
 
-OUT = Path("runs") / "bench"
 TITLES = {"eager": "not compiled", "breaks": "compiled, a break at each", "one graph": "compiled, one graph"}
 REFERENCE = "breaks"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Sent):
     """What a run was asked to do."""
 
     layers: int = 12
@@ -54,9 +48,6 @@ class Settings:
     seed: int = 0
     world_size: int = 2
     threads: int = 1
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
 
 # --- what is measured --------------------------------------------------------------------------------------
@@ -155,7 +146,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
-def measure(settings: Settings, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
+def on_rank(settings: Settings, rank: int, emit: Emit) -> None:
     trainers = {mode: Trainer(mode, settings, rank) for mode in TITLES}
     for trainer in trainers.values():
         for _ in range(3):
@@ -182,39 +173,13 @@ def measure(settings: Settings, rank: int, emit: Callable[[dict[str, Any]], None
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.tracing", description="In-graph collectives against breaks.")
-    parser.add_argument("--layers", type=int, default=Settings.layers)
-    parser.add_argument("--width", type=int, default=Settings.width)
-    parser.add_argument("--rounds", type=int, default=Settings.rounds)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: two layers, two rounds")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for tracing.json (default {OUT.as_posix()})")
-    return parser.parse_args(arguments)
+def measure(settings: Settings, start: Start[Settings], console: Console) -> Found:
+    found: list[Found] = []
+    start(settings, found.append)
+    return found[0]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    chosen = parse(arguments)
-    settings = Settings(layers=chosen.layers, width=chosen.width, rounds=chosen.rounds)
-    if chosen.quick:
-        settings = dataclasses.replace(settings, layers=2, rounds=2, steps=1)
-    console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
-    found: list[dict[str, Any]] = []
-    try:
-        run(settings, found.append, program="benchmarks.tracing")
-    except KeyboardInterrupt:
-        console.print("stopped; the ranks are ended and nothing is saved", style="yellow")
-        return 130
-    except RankFailedError as error:
-        console.print(f"{error}; nothing is saved", style="red")
-        return 1
-    show(found[0], settings, console)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "paceline": paceline.__version__, **dataclasses.asdict(settings)}
-    (chosen.out / "tracing.json").write_text(json.dumps({"about": about, **found[0]}, indent=1), encoding="utf-8")
-    return 0
-
-
-def show(found: dict[str, Any], settings: Settings, console: Console) -> None:
+def show(found: Found, settings: Settings, console: Console) -> None:
     table = Table(title=f"A step of {settings.layers} layers, {2 * settings.layers} collectives in forward, 2 ranks")
     for heading in ("mode", "ms", "to breaks", "95 %", "CPU ms", "to breaks", "95 %", "weights off"):
         table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
@@ -230,13 +195,16 @@ def show(found: dict[str, Any], settings: Settings, console: Console) -> None:
     console.print(table)
 
 
-def _is_rank() -> bool:
-    return len(sys.argv) == 6 and all(argument.isdigit() for argument in sys.argv[1:5])
-
+COMMAND = Command(
+    name="tracing",
+    about="In-graph collectives against breaks.",
+    settings=Settings(),
+    quick={"layers": 2, "rounds": 2, "steps": 1},
+    options=("layers", "width", "rounds"),
+    on_rank=on_rank,
+    measure=measure,
+    show=show,
+)
 
 if __name__ == "__main__":
-    if not _is_rank():
-        sys.exit(main())
-    warnings.simplefilter("ignore", FutureWarning)
-    with joined() as (rank, text, emit):
-        measure(Settings(**json.loads(text)), rank, emit)
+    sys.exit(COMMAND.main())

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("matplotlib", reason="the bench extra is not installed")
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import control  # noqa: E402
+from benchmarks import buckets, control  # noqa: E402
 from benchmarks.collectives import settings as collectives  # noqa: E402
 from benchmarks.collectives.judge import Curve, points, sentences  # noqa: E402
 from benchmarks.collectives.methods import METHODS  # noqa: E402
@@ -93,6 +93,29 @@ def test_quick_buckets_compare_both_classes(tmp_path: Path) -> None:
     assert 0 < ours["started"] <= 2 / 3 + 1e-6
     assert "error" in size["torch"] or size["torch"]["graphs"] > 1
     assert (tmp_path / "buckets.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(900)
+def test_quick_compiling_compares_starts_and_calls(tmp_path: Path) -> None:
+    done = _run("--quick", "--out", str(tmp_path), module="benchmarks.compiling", timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "compiling.json").read_text())
+    assert found["about"]["layers"] == 1
+    starts = [event for mode in ("each", "once") for event in found[f"{mode}, own"]]
+    assert len(starts) == 2
+    assert all(event["seconds"] > 0 and event["processor"] > 0 for event in starts)
+    # However it was compiled, it is the same training.
+    assert len({round(event["gradient"], 4) for event in starts}) == 1
+    assert all(len(calls) == 1 and calls[0] > 0 for calls in found["guards_us"].values())
+
+
+def test_quick_control_says_what_it_costs(tmp_path: Path) -> None:
+    done = _run("--quick", "--out", str(tmp_path), module="benchmarks.control")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "control.json").read_text())
+    assert found["collectives"] >= 1
+    assert found["bookkeeping_s"] > 0
+    assert "bound" in done.stdout
 
 
 def test_quick_collectives_report_every_method_at_every_size(tmp_path: Path) -> None:
@@ -201,6 +224,7 @@ def test_settings_survive_the_way_to_the_ranks() -> None:
         suites=("step",), models=None, modes=("local", "torch"), rounds=None, steps=3, warmup=5, budget_s=1.5
     )
     assert Settings.from_json(settings.to_json()) == settings
+    assert buckets.Settings.from_json(buckets.Settings().to_json()) == buckets.Settings()
     other = collectives.Settings(world_size=4, methods=("gloo",), warm=True)
     assert collectives.Settings.from_json(other.to_json()) == other
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..launch import RankFailedError, run
+from ..command import PARTIAL, RESULTS, about, add_out, make_console, positive, ranks_ending
+from ..launch import run
 from .judge import Curve
 from .methods import METHODS
 from .report import Run, print_table, save_json, save_picture
 from .settings import QUICK_SIZES, SIZES, Settings
-
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-PARTIAL = Path("runs") / "bench"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -30,30 +25,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", action="append", type=int, choices=(2, 4), help="how many ranks (repeatable; default 2, then 4)")
     add("--method", action="append", choices=list(METHODS), help="how to reduce (repeatable)")
-    add("--rounds", type=_positive, help="turns of each method and size; default: what --budget allows")
+    add("--rounds", type=positive, help="turns of each method and size; default: what --budget allows")
     add("--budget", type=float, default=40.0, help="seconds for each number of ranks (default 40)")
     add("--warm", action="store_true", help="call after call on warm caches, as MPI's benchmarks do")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a smoke run: 2 ranks, three small sizes, two rounds")
-    add(
-        "--out",
-        type=Path,
-        help="folder for collectives.json and .png; default: benchmarks/results for a whole run,"
-        f" {PARTIAL.as_posix()} for a part of one",
-    )
+    add_out(parser, "collectives", RESULTS)
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
-    console = Console(width=150 if not sys.stdout.isatty() else None, highlight=False)
+    console = make_console(150)
     methods = []
     for method in (METHODS[name] for name in chosen.method or METHODS):
         reason = method.missing()
@@ -67,9 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     whole = not (chosen.ranks or chosen.method or chosen.quick or chosen.warm) and len(methods) == len(METHODS)
     out: Path = chosen.out or (RESULTS if whole else PARTIAL)
     runs = []
-    # A time-out's SIGTERM must end the ranks as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with ranks_ending(console):
         for ranks in chosen.ranks or ([2] if chosen.quick else [2, 4]):
             settings = Settings(
                 world_size=ranks,
@@ -82,12 +63,6 @@ def main(arguments: list[str] | None = None) -> int:
             )
             runs.append(_measure(settings, console))
             print_table(runs[-1], console)
-    except KeyboardInterrupt:
-        console.print("stopped; the ranks are ended and nothing is saved", style="yellow")
-        return 130
-    except RankFailedError as error:
-        console.print(f"{error}; nothing is saved", style="red")
-        return 1
     out.mkdir(parents=True, exist_ok=True)
     save_json(runs, out / "collectives.json")
     save_picture(runs, out / "collectives.png")
@@ -120,13 +95,8 @@ def _measure(settings: Settings, console: Console) -> Run:
 
 
 def _about(settings: Settings) -> dict[str, Any]:
-    return {
+    return about() | {
         "ranks": settings.world_size,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load_at_start": round(os.getloadavg()[0], 1),
         "threads": settings.threads,
         "warm": settings.warm,
         "seed": settings.seed,

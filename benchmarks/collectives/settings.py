@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+
+from ..settings import Sent
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, 64 * KB, 256 * KB, 1 * MB, 4 * MB, 26_000_000, 67_000_000)
@@ -23,7 +24,7 @@ def calls_of(nbytes: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Sent):
     world_size: int
     methods: tuple[str, ...]
     """Names from `methods.METHODS`."""
@@ -37,11 +38,3 @@ class Settings:
     threads: int = 1
     """Compute threads of a rank."""
     seed: int = 0
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        fields = json.loads(text)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})

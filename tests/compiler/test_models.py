@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from benchmarks.models import bert
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
@@ -24,24 +25,12 @@ def whole(backend, **options):
 
 
 def _bert(rank, size, backend, options, compile_=None):
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
     torch._dynamo.reset()
     counters.clear()
 
     def make():
         torch.manual_seed(5)
-        return DDP(BertForMaskedLM(config), bucket_cap_mb=4000 / 2**20, **options)
+        return DDP(bert(vocabulary=40, width=16, layers=1, heads=2, length=16), bucket_cap_mb=4000 / 2**20, **options)
 
     eager, ours = make(), make()
     compiled = compile_(ours) if compile_ else torch.compile(ours, backend=backend)

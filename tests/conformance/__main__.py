@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
-import json
 import os
-import shutil
 import sys
-import time
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
-from rich.progress import Progress
 
-from . import report
+from . import column, report
+from .column import Column
 from .known import KNOWN
-from .ranks import Outcome, run_test
 from .selection import SUITE, Selected, select_tests
-
-LOGS = Path("runs/conformance")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         from .swap import use_ours
 
         use_ours(suite)
-        ours = _column("ours", tests, suite, options=options, console=console)
+        ours = column.measure("ours", tests, suite, timeout_s=options.timeout, console=console)
     report.print_table(console, names=[t.name for t in tests], stock=stock, ours=ours, known=KNOWN)
     if options.verbose:
         _print_tracebacks(console, stock=stock, ours=ours)
@@ -128,53 +121,21 @@ def _load_suite(*, reload_midway: bool) -> ModuleType:
 
 def _stock_column(
     tests: list[Selected], suite: ModuleType, *, options: argparse.Namespace, console: Console
-) -> dict[str, Outcome] | None:
+) -> Column | None:
     """Torch's column: as cached, else measured, unless it is not wanted."""
     cache: Path | None = options.cached_stock
-    if cache and cache.exists():
-        stored = json.loads(cache.read_text())
-        if all(test.name in stored for test in tests):
-            return {test.name: Outcome(**stored[test.name]) for test in tests}
-    if options.ours_only:
-        return None
-    column = _column("stock", tests, suite, options=options, console=console)
+    stored = column.read(cache, tests)
+    if stored is not None or options.ours_only:
+        return stored
+    measured = column.measure("stock", tests, suite, timeout_s=options.timeout, console=console)
     if cache:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        cache.write_text(_as_json(column))
-    return column
+        column.write(measured, cache)
+    return measured
 
 
-def _column(
-    title: str, tests: list[Selected], suite: ModuleType, *, options: argparse.Namespace, console: Console
-) -> dict[str, Outcome]:
-    log_dir = LOGS / title
-    shutil.rmtree(log_dir, ignore_errors=True)
-    log_dir.mkdir(parents=True)
-    outcomes: dict[str, Outcome] = {}
-    started = time.monotonic()
-    # No refresh thread: this process forks.
-    with Progress(console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task(title, total=len(tests))
-        for test in tests:
-            progress.update(task, description=f"{title}: {test.name}", refresh=console.is_terminal)
-            outcome = run_test(test, suite=suite, log_dir=log_dir, timeout_s=options.timeout)
-            outcomes[test.name] = outcome
-            if outcome.status == "pass":
-                for log in log_dir.glob(f"{test.name}.rank*.log"):
-                    log.unlink()
-            progress.advance(task)
-    console.print(f"{title}: {len(tests)} tests in {time.monotonic() - started:.0f} s")
-    (LOGS / f"{title}.json").write_text(_as_json(outcomes))
-    return outcomes
-
-
-def _as_json(column: dict[str, Outcome]) -> str:
-    return json.dumps({name: dataclasses.asdict(outcome) for name, outcome in column.items()}, indent=1)
-
-
-def _print_tracebacks(console: Console, *, stock: dict[str, Outcome] | None, ours: dict[str, Outcome] | None) -> None:
-    for title, column in (("stock", stock), ("ours", ours)):
-        for name, outcome in (column or {}).items():
+def _print_tracebacks(console: Console, *, stock: Column | None, ours: Column | None) -> None:
+    for title, outcomes in (("stock", stock), ("ours", ours)):
+        for name, outcome in (outcomes or {}).items():
             for rank, trace in outcome.tracebacks.items():
                 console.rule(f"{title}: {name}, rank {rank}")
                 console.print(trace, markup=False, highlight=False)

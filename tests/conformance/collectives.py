@@ -11,25 +11,21 @@ from __future__ import annotations
 import ast
 import fnmatch
 import importlib
-import json
 import os
 import re
-import shutil
 import sys
-import time
 import warnings
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
-from rich.progress import Progress
 
-from .ranks import Outcome, run_test
+from . import column
+from .column import Column
+from .ranks import Outcome
 from .selection import BASE_CLASS, SUITE, Selected, select_tests
 
-LOGS = Path("runs/conformance")
 PAGE = Path("docs/transport-conformance.md")
 # As torch's own runner has it: odd numbers of ranks find what even ones do not.
 RANKS = 3
@@ -53,13 +49,13 @@ def main(*, only: str | None, timeout_s: float, verbose: bool, cached: Path | No
     console = Console(width=None if sys.stdout.isatty() else 200)
     suite = _load()
     tests = [test for test in _select() if only is None or only in test.name or fnmatch.fnmatch(test.name, only)]
-    gloo = _cached(cached, tests) or _column("gloo", tests, suite, timeout_s=timeout_s, console=console)
+    gloo = column.read(cached, tests) or _measure("gloo", tests, suite, timeout_s=timeout_s, console=console)
     if cached is not None and not cached.exists():
-        cached.write_text(_as_json(gloo))
+        column.write(gloo, cached)
     # Skipped over gloo is skipped altogether: by machine, not by backend.
     written_for_us = [test for test in tests if gloo[test.name].status != "skip"]
     _become_shm(suite)
-    shm = _column("shm", written_for_us, suite, timeout_s=timeout_s, console=console)
+    shm = _measure("shm", written_for_us, suite, timeout_s=timeout_s, console=console)
     failed = [name for name in shm if shm[name].status != "pass" and gloo[name].status == "pass" and name not in KNOWN]
     stale = [name for name in shm if shm[name].status == "pass" and name in KNOWN]
     for name in shm:
@@ -129,40 +125,16 @@ def _ranks_for(node: ast.FunctionDef) -> int:
     return ranks
 
 
-def _column(
-    title: str, tests: list[Selected], suite: ModuleType, *, timeout_s: float, console: Console
-) -> dict[str, Outcome]:
-    log_dir = LOGS / f"collectives-{title}"
-    shutil.rmtree(log_dir, ignore_errors=True)
-    log_dir.mkdir(parents=True)
-    outcomes: dict[str, Outcome] = {}
-    started = time.monotonic()
-    # No refresh thread: this process forks.
-    with Progress(console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task(title, total=len(tests))
-        for test in tests:
-            progress.update(task, description=f"{title}: {test.name}", refresh=console.is_terminal)
-            outcomes[test.name] = run_test(test, suite=suite, log_dir=log_dir, timeout_s=timeout_s, backend=title)
-            if outcomes[test.name].status != "fail":
-                for log in log_dir.glob(f"{test.name}.rank*.log"):
-                    log.unlink()
-            progress.advance(task)
-    console.print(f"{title}: {len(tests)} tests in {time.monotonic() - started:.0f} s")
-    (LOGS / f"collectives-{title}.json").write_text(_as_json(outcomes))
-    return outcomes
-
-
-def _as_json(column: dict[str, Outcome]) -> str:
-    return json.dumps({name: asdict(outcome) for name, outcome in column.items()}, indent=1)
-
-
-def _cached(file: Path | None, tests: list[Selected]) -> dict[str, Outcome] | None:
-    if file is None or not file.exists():
-        return None
-    stored = json.loads(file.read_text())
-    if not all(test.name in stored for test in tests):
-        return None
-    return {test.name: Outcome(**stored[test.name]) for test in tests}
+def _measure(title: str, tests: list[Selected], suite: ModuleType, *, timeout_s: float, console: Console) -> Column:
+    return column.measure(
+        f"collectives-{title}",
+        tests,
+        suite,
+        timeout_s=timeout_s,
+        console=console,
+        backend=title,
+        forget_logs_of=("pass", "skip"),
+    )
 
 
 def _said(outcome: Outcome) -> str:

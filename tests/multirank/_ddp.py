@@ -64,6 +64,17 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return model.no_sync() if isinstance(model, DDP) else contextlib.nullcontext()
 
 
+class Branches(nn.Module):
+    """Three layers, of which each call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        return self.ways[way](x)
+
+
 def grads_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Copies of all gradients by the name the inner module knows them by."""
     inner = module.module if isinstance(module, DDP) else module

@@ -597,16 +597,29 @@ def test_register_fused_optim_for_some_parameters(ranks):
     ranks(_fused_subset)
 
 
-def _hook_then_optimizer(rank, world_size):
+class _Backwards(nn.Module):
+    """Used in another order than registered: the buckets are made anew after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def _hook_then_optimizer(rank, world_size, make):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     results = []
     for in_backward in (False, True):
         torch.manual_seed(0)
-        model = _mlp()
+        model = make()
         if in_backward:
             _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
-        ddp = DDP(model)
+        ddp = DDP(model, bucket_cap_mb=1e-4)
         optimizer = None if in_backward else torch.optim.SGD(model.parameters(), lr=0.1)
         for i in range(4):
             ddp(batch(rank, i).float()).square().mean().backward()
@@ -621,7 +634,16 @@ def _hook_then_optimizer(rank, world_size):
 
 @ours_only
 def test_optimizers_applied_in_backward(ranks):
-    ranks(_hook_then_optimizer)
+    ranks(_hook_then_optimizer, _mlp)
+    ranks(_hook_then_optimizer, _Backwards)
+
+
+def _step_on_mean(reference, optimizer, i, world_size):
+    """Step ``i`` of ``reference``, on the mean of all ranks' gradients."""
+    expected = mean_over_ranks(reference, lambda m, r: m(batch(r, i).float()).square().mean().backward(), world_size)
+    for name, p in reference.named_parameters():
+        p.grad = expected[name]
+    optimizer.step()
 
 
 def _overlap_hook_direct(rank, world_size):
@@ -637,12 +659,7 @@ def _overlap_hook_direct(rank, world_size):
     ddp.register_comm_hook(None, optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state))
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for i in range(3):
-        expected = mean_over_ranks(
-            reference, lambda m, r, i=i: m(batch(r, i).float()).square().mean().backward(), world_size
-        )
-        for name, p in reference.named_parameters():
-            p.grad = expected[name]
-        optimizer.step()
+        _step_on_mean(reference, optimizer, i, world_size)
         ddp(batch(rank, i).float()).square().mean().backward()
         ddp.zero_grad()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -676,12 +693,7 @@ def _zero(rank, world_size, hook_maker):
         ddp.zero_grad()
     reference.load_state_dict(model.state_dict())
     for i in range(3):
-        expected = mean_over_ranks(
-            reference, lambda m, r, i=i: m(batch(r, i).float()).square().mean().backward(), world_size
-        )
-        for name, p in reference.named_parameters():
-            p.grad = expected[name]
-        optimizer.step()
+        _step_on_mean(reference, optimizer, i, world_size)
         ddp(batch(rank, i).float()).square().mean().backward()
         zero.step()
         ddp.zero_grad()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._ddp import DDP, assert_in_sync, batch, no_sync, ours_only
+from ._ddp import DDP, Branches, assert_in_sync, batch, no_sync, ours_only
 
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook  # isort: skip
 from torch.distributed.optim import ZeroRedundancyOptimizer  # isort: skip
@@ -234,19 +234,10 @@ def test_only_local_backwards_inside_join(ranks):
     ranks(_local_only)
 
 
-class _Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ways = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
-
-    def forward(self, x, way):
-        return self.ways[way](x)
-
-
 def _with_unused(rank, world_size):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model = _Branches()
+    model = Branches()
     ddp = DDP(model, find_unused_parameters=True)
     with ddp.join():
         for i in range(COUNTS[rank]):

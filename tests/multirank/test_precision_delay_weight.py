@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from paceline.errors import DisagreementError, StateError
 
-from ._ddp import DDP, assert_grads, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
+from ._ddp import DDP, Branches, assert_grads, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
 
 
 def _mlp():
@@ -384,18 +384,9 @@ def test_a_weight_ends_with_its_context(ranks):
     ranks(_weighted_then_plain)
 
 
-class _Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ways = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
-
-    def forward(self, x, way):
-        return self.ways[way](x)
-
-
 def _seeded_branches():
     torch.manual_seed(0)
-    return _Branches()
+    return Branches()
 
 
 def _weighted_unused(rank, world_size):
