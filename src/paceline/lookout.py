@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.profiler import record_function
 
 from paceline import _torch
-from paceline.outputs import find_tensors, first_param_node, tie_to_graph, unreachable_params
+from paceline.outputs import find_tensors, first_leaf_node, first_param_node, tie_to_graph, unreachable_params
 from paceline.reducer import Reducer
 from paceline.step import ForwardToken
 
@@ -47,9 +47,15 @@ class Lookout:
         self._notice(probes, find_unused=find_unused)
         return output
 
-    def watch_graph(self, outputs: Sequence[Tensor], *, find_unused: bool) -> None:
-        """Watch what a compiled graph returned: what leads nowhere was tied when it was traced."""
-        self._notice([pair for pair in self._probe(outputs) if pair[1] is not None], find_unused=find_unused)
+    def watch_graph(self, outputs: Sequence[Tensor], *, own: Sequence[Tensor], find_unused: bool) -> None:
+        """Watch what a compiled graph returned: what leads to a parameter, and of the wrapper's ``own`` all."""
+        # Those cannot be tied to the anchor any more: whatever leaf they lead to has to do.
+        strays = {id(tensor) for tensor in own}
+        probes = [
+            (tensor, first_leaf_node(tensor) if probe is None and id(tensor) in strays else probe)
+            for tensor, probe in self._probe(outputs)
+        ]
+        self._notice([pair for pair in probes if pair[1] is not None], find_unused=find_unused)
 
     def _notice(self, probes: Probes, *, find_unused: bool) -> None:
         reducer = self._reducer

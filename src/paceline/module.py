@@ -26,7 +26,7 @@ from paceline.join import DDPJoinHook, Joining, Word, say_word
 from paceline.logging_data import Logbook
 from paceline.lookout import Lookout
 from paceline.options import BROADCAST_CHUNK_BYTES, BufferPolicy, Caps, Delay, Placement, choose_group
-from paceline.outputs import move_to_device, needs_grad, tie_to_graph
+from paceline.outputs import move_to_device, needs_grad, plain_tensors, tie_to_graph
 from paceline.plan import BucketPlan
 from paceline.precision import Swap
 from paceline.reducer import Reducer
@@ -169,7 +169,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             assert ddp is not None
             newer = ddp._read_roster()
             if [id(param) for param in newer.params] != [id(param) for param in ddp._reducer.roster.params]:
-                # Graphs that were compiled for the old ones report to those.
+                # Graphs that were compiled before have no taps for those that are new.
                 ddp._mark.renew()
             return newer
 
@@ -241,13 +241,22 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             inputs = move_to_device(inputs, self.placement.device)
             kwargs = move_to_device(kwargs, self.placement.device)
         output = self.module(*inputs, **kwargs) if self._swap is None else self._swap.traced(inputs, kwargs)
-        if torch.is_grad_enabled() and self.module.training and not needs_grad(output):
-            # No parameter is used on this rank, yet a backward of the output must be noticed.
+        if torch.is_grad_enabled() and self.module.training:
+            output = self._tied(output)
+        # Once more: a graph break may have begun another graph.
+        compiler.catch(self._mark)
+        compiler.leave(plain_tensors(output), self._mark.key)
+        return output
+
+    def _tied(self, output: Any) -> Any:
+        """Traced: ``output``, tied to some parameter where this rank uses none, or an input is returned."""
+        unused = not needs_grad(output)
+        if unused or any(tensor.is_leaf for tensor in plain_tensors(output)):
             for name, param in self.module.named_parameters():
                 if param.requires_grad and name not in self.parameters_to_ignore:
-                    output = tie_to_graph(output, param, lambda tensor: True, tie=compiler.tie)
-                    break
-        compiler.leave(self._mark.key)
+                    # A backward of it must be noticed all the same.
+                    chosen = lambda tensor: unused or (tensor.requires_grad and tensor.is_leaf)  # noqa: E731
+                    return tie_to_graph(output, param, chosen, tie=compiler.tie)
         return output
 
     # Where the compiler cannot make a graph of it, it enters the module, and not the bookkeeping around it.
@@ -268,11 +277,15 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._outer.append(DistributedDataParallel._active_ddp_module)
         DistributedDataParallel._active_ddp_module = self
 
-    def leave_graph(self, outputs: Sequence[Tensor]) -> None:
-        """A compiled graph has run in which this wrapper's forward ended."""
+    def leave_graph(self, outputs: Sequence[Tensor], *, own: Sequence[Tensor]) -> None:
+        """A compiled graph has run in which this wrapper's forward ended.
+
+        ``own`` are the outputs that come from it, and not from what else is in the graph.
+        """
         self._leave_outer()
         if self._end_forward():
-            self._lookout.watch_graph(outputs, find_unused=self._looks_for_unused())
+            every = self.module.training and self.require_backward_grad_sync
+            self._lookout.watch_graph(outputs, own=own if every else (), find_unused=self._looks_for_unused())
 
     def graph_failed(self, error: BaseException) -> None:
         self._leave_outer()

@@ -72,6 +72,19 @@ def needs_grad(value: Any) -> bool:
     return not isinstance(value, _LEAVES)
 
 
+def plain_tensors(value: Any) -> list[Tensor]:
+    """The tensors of no special kind in these containers that a backward can start from, for a compiler to trace."""
+    if isinstance(value, Tensor):
+        return [value] if type(value) is Tensor and value.requires_grad else []
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in plain_tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in plain_tensors(item)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [tensor for field in fields(value) for tensor in plain_tensors(getattr(value, field.name, None))]
+    return []
+
+
 def _leaves(outputs: Iterable[Tensor]) -> Iterator[tuple[Node, Tensor]]:
     """(node, tensor) of the leaves that the autograd graph of ``outputs`` leads to."""
     seen: set[Node] = set()
@@ -104,6 +117,11 @@ def first_param_node(output: Tensor, is_param: Callable[[Tensor], bool]) -> Node
     Stops at the first one, which in most models is a step or two away.
     """
     return next((node for node, leaf in _leaves([output]) if is_param(leaf)), None)
+
+
+def first_leaf_node(output: Tensor) -> Node | None:
+    """The node of some leaf that the autograd graph of ``output`` leads to."""
+    return next((node for node, _ in _leaves([output])), None)
 
 
 class _Anchor(torch.autograd.Function):

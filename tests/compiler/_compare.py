@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,14 +23,6 @@ Step = Callable[[Any, int, int], Any]
 def batch(rank: int, step: int = 0, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank + 1)
     return torch.randn(*(shape or (3, 8)), generator=generator, dtype=torch.float64)
-
-
-def forget_wrappers() -> None:
-    """Let the wrappers of earlier runs in this process be gone: they are numbered, and the number stands in graphs."""
-    torch._dynamo.reset()
-    # The pool of ranks keeps what earlier runs have left from being looked at.
-    gc.unfreeze()
-    gc.collect()
 
 
 def stack(layers: int = 4, width: int = 8) -> nn.Sequential:
@@ -59,7 +50,6 @@ class Seen:
     """Gradients that autograd brought together with stand-ins of early ones, or instead of them."""
     unknown: list[int] = field(default_factory=list)
     """Per synchronised backward: how many stand-ins autograd brought as copies."""
-    reasons: list[str] = field(default_factory=list)
 
 
 class Watch:
@@ -112,7 +102,6 @@ class Watch:
         self.seen.buckets = len(self._reducer.plan.buckets)
         records = records_of(self._reducer)
         self.seen.taps = sum(len(record.taps) for record in records)
-        self.seen.reasons = [reason for record in records for reason in record.reasons]
         return self.seen
 
 

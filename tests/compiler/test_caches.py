@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from paceline import DDP
 from paceline.hooks import allreduce
-from tests.compiler._compare import forget_wrappers, plain_step, stack
+from tests.compiler._compare import plain_step, stack
 
 
 class Salted(nn.Module):
@@ -37,13 +37,16 @@ def new_salt() -> float:
 
 def compile_and_count(rank: int, salt: float, cap_bytes: int) -> dict[str, list[int]]:
     """Hits, misses and bypasses of each cache in one compiled step of this rank's own."""
-    forget_wrappers()
+    torch._dynamo.reset()
     counters.clear()
+    # Not the first wrapper of this process, and on each rank another one.
+    others = [DDP(stack(1), init_sync=False) for _ in range(rank + 1)]
     ddp = DDP(Salted(salt), bucket_cap_mb=cap_bytes / 2**20, init_sync=False)
     # Buckets even where one rank is alone.
     ddp.register_comm_hook(None, allreduce)
     with ddp.no_sync():
         plain_step(torch.compile(ddp, fullgraph=True), rank, 0)
+    others.clear()
     kinds = ("hit", "miss", "bypass")
     return {
         "aot": [counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in kinds],

@@ -238,19 +238,24 @@ def _blocks(rank, size):
     assert len({Backend(mine), Backend(mine), Backend(mine, split=True), Backend(print)}) == 3
     models = Blocks(functools.partial(paceline.compile, inner=mine)), Blocks()
     ours, plain = (DDP(model, bucket_cap_mb=600 / 2**20) for model in models)
+    watch = Watch(ours)
     for n in range(3):
         for ddp in (ours, plain):
             ddp.zero_grad()
             runs.clear()
             plain_step(ddp, rank, n)
-            if ddp is ours:
-                # But for the one that found out.
-                assert len(runs) == (9 if n == 0 else 10)
+            assert len(runs) == (10 if ddp is ours else 0)
         same_grads(ours, plain)
+    return watch.result()
 
 
-def test_blocks_that_are_compiled_one_by_one_share_a_graph(ranks):
-    ranks(_blocks)
+def test_blocks_that_are_compiled_one_by_one_share_a_graph_and_report_their_own(ranks):
+    for seen in ranks(_blocks):
+        # One for the first, whose input needs no gradient, and one for all others.
+        assert (seen.graphs, seen.taps) == (2, 4)
+        # All but the last, which leaves when backward has ended.
+        assert seen.early == [seen.buckets - 1] * 3
+        assert seen.buckets > 5
 
 
 def _own_backend(rank, size):

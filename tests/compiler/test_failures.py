@@ -167,11 +167,9 @@ def _replaced(rank, size):
 
 def test_a_parameter_that_is_replaced(ranks):
     for seen in ranks(_replaced):
-        # Once without taps, since it is not known yet that the wrapper has the new one; then compiled anew.
-        assert seen.reasons == ["ran without reports: it was given other parameters than those it was compiled for"]
+        # The old graph reports the others. Then it is compiled anew, as it may have a place for more.
         assert seen.graphs == 2
-        assert seen.early[2] == 0
-        assert seen.early[4] > 0
+        assert min(seen.early[2:]) > 0
 
 
 def _raises(rank, size):

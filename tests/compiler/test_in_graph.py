@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from paceline import DDP, MixedPrecision
@@ -390,12 +391,12 @@ def test_create_graph_where_the_backend_can(ranks):
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = stack()
+        self.parts, self.wrapped = stack(2), nn.Sequential(*map(checkpoint_wrapper, stack(2)))
 
     def forward(self, x):
         for part in self.parts:
             x = checkpoint(part, x, use_reentrant=False)
-        return x
+        return self.wrapped(x)
 
 
 def _checkpointed(rank, size, backend):

@@ -20,9 +20,7 @@ from paceline import DDP, _torch, errors
 from paceline.compiler import agreement, shapes
 from paceline.compiler.meeting import Kind, Meeting, meeting_of
 from paceline.compiler.once import COMPILED, LOADED, Artifacts, Kernel, Once
-from paceline.testing import RankPool
-from tests.compiler._compare import batch, forget_wrappers, same_grads
-from tests.compiler.conftest import WARNINGS
+from tests.compiler._compare import batch, same_grads, stack
 from tests.compiler.test_caches import Salted
 
 TIMEOUT_S = 300
@@ -33,7 +31,7 @@ def _own_cache(folder, rank):
     """A cache that is empty, and no other rank's."""
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / str(rank))
-    forget_wrappers()
+    torch._dynamo.reset()
     counters.clear()
     try:
         yield
@@ -45,22 +43,25 @@ def _own_cache(folder, rank):
 
 
 def _once(rank, size, folder, salt):
+    # Ranks may have made other numbers of wrappers.
+    alone, _ = dist.new_subgroups(group_size=1)
+    others = [DDP(stack(1), process_group=alone) for _ in range(rank)]
     with _own_cache(folder, rank):
-        eager, ddp = DDP(Salted(salt)), DDP(Salted(salt))
+        # With several buckets, as one alone is not reported.
+        eager, ddp = (DDP(Salted(salt), bucket_cap_mb=600 / 2**20) for _ in range(2))
         compiled = paceline.compile(ddp, once=True)
         for model in (eager, compiled):
             model(batch(rank)).square().sum().backward()
         same_grads(eager, ddp)
         [found] = compiled.forward._agreement.compilations
+        others.clear()
         return found.source, counters["inductor"]["fxgraph_cache_miss"], len(_torch.kernel_files()) > 0
 
 
-def test_one_rank_compiles_and_the_others_load_it(job_directory, tmp_path):
+def test_one_rank_compiles_and_the_others_load_it(ranks, tmp_path):
     # A number that no cache has seen: kernels that were compiled before need no file.
     salt = 1 + random.Random(time.time_ns()).random()
-    # Ranks of its own: wrappers are numbered, numbers stand in graphs, and some ranks of the pool have made more.
-    with RankPool() as pool:
-        first, *others = pool.run(_once, str(tmp_path), salt, world_size=3, timeout=TIMEOUT_S, allow_warnings=WARNINGS)
+    first, *others = ranks(_once, str(tmp_path), salt, world_size=3, timeout=TIMEOUT_S)
     assert first == (COMPILED, 2, True)
     assert others == [(LOADED, 0, True)] * 2
     # Inductor locks a kernel to compile it, and to look whether it is compiled: the others did neither.

@@ -61,6 +61,30 @@ def test_gradients_in_inductor(ranks):
         assert parts == seen.buckets == 4
 
 
+def _agreed(rank, size):
+    """Ranks see other sizes, which all take for dynamic at once."""
+
+    def step(model, rank, n):
+        model(batch(rank, n, 3 + rank + 2 * n, 8)).square().sum().backward()
+
+    recorder = Recorder("aot_eager")
+    compiled = []
+
+    def compile_(ddp):
+        compiled.append(split(recorder, agreement=True)(ddp))
+        return compiled[0]
+
+    seen = compare(rank, stack, compile=compile_, step=step, bucket_cap_mb=LAYER / 2**20)
+    found = compiled[0].forward._agreement.compilations
+    return len(recorder.graphs), seen, [compilation.difference for compilation in found]
+
+
+def test_ranks_agree_on_graphs_that_are_cut(ranks):
+    for parts, seen, differences in ranks(_agreed):
+        assert differences == [""]
+        assert parts == seen.rounds[-1] == seen.buckets == 4
+
+
 def _bert_in_parts(rank, size, options):
     recorder = Recorder("aot_eager")
     seen = _bert(rank, size, None, options, compile_=split(recorder))

@@ -14,8 +14,9 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline import _torch
+from paceline.compiler import DDPOptimizer
 from paceline.compiler.crossing import RESHAPED, SHARED
-from tests.compiler._split import MATRIX, WIDTH, Matrices, cut_and_compare, rows
+from tests.compiler._split import MATRIX, WIDTH, Matrices, Recorder, cut_and_compare, rows
 
 DATA_DEPENDENT = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 COUNTS = torch.tensor([2, 3])
@@ -306,6 +307,19 @@ def test_memory_that_is_changed_does_not_cross_in_two_values(ranks):
     ranks(_memory, world_size=1)
 
 
+def _memory_by_hand(rank, size):
+    for model in (View(), Chunks()):
+        for backend in ("eager", "aot_eager"):
+            optimizer = DDPOptimizer(MATRIX, Recorder(backend))
+            run = optimizer.compile_fn(torch.fx.symbolic_trace(model), [rows()])
+            assert [cut.moved_since for cut in optimizer.cuts if cut.moved_since] == [SHARED], type(model)
+            assert torch.equal(run(rows()), model(rows())), type(model)
+
+
+def test_nor_does_it_in_a_graph_that_dynamo_has_not_captured(ranks):
+    ranks(_memory_by_hand, world_size=1)
+
+
 def _without_output(rank, size):
     for backend in ("eager", "aot_eager"):
         optimizer, _ = cut_and_compare(Silent(), (rows(),), backend=backend)
@@ -416,6 +430,9 @@ def _layouts_of_inductor(rank, size):
         assert len(recorder.graphs) == 3
     model.to(memory_format=torch.channels_last)
     _, recorder = cut((images[0][0].to(memory_format=torch.channels_last),))
+    assert all(a == b for pairs in recorder.strides for a, b in pairs)
+    _, recorder = cut_and_compare(Transposed(), (rows(WIDTH),), backend=backend)
+    assert len(recorder.graphs) == 3
     assert all(a == b for pairs in recorder.strides for a, b in pairs)
 
 

@@ -50,7 +50,39 @@ def copy_what_dynamo_says(source: fx.GraphModule, part: fx.GraphModule, *, reaso
 
 def copy_source(node: fx.Node, placeholder: fx.Node) -> None:
     """Say where ``placeholder`` of a part comes from: from where ``node`` does, or from another part."""
-    cast(Any, placeholder)._dynamo_source = getattr(node, "_dynamo_source", None)
+    set_source(placeholder, getattr(node, "_dynamo_source", None))
+
+
+def set_source(placeholder: fx.Node, source: object) -> None:
+    """AOTAutograd wants to know of each input of a graph of Dynamo's where it is from; None if not from the user."""
+    cast(Any, placeholder)._dynamo_source = source
+
+
+class _Simulation(fx.Interpreter):
+    """Runs a graph on tensors without memory, and leaves its results where Dynamo leaves them."""
+
+    def __init__(self, gm: fx.GraphModule, mode: Any) -> None:
+        super().__init__(gm)
+        self._mode = mode
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if node.op == "get_attr" and isinstance(result, Tensor):
+            # What was done to it before counts as little as with an input.
+            result = self._mode.from_tensor(result, static_shapes=True)
+        node.meta["example_value"] = result
+        return result
+
+
+def simulate(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """For a graph that Dynamo has not captured: do to it what Dynamo does, so that each node says what it makes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # Parameters that modules of the graph hold are what they are.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = [mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value for value in inputs]
+    with mode:
+        _Simulation(gm, mode).run(*given)
 
 
 class StandIns:
@@ -70,12 +102,6 @@ class StandIns:
         if self.mode is None:
             # Parameters that modules of the graph hold are what they are.
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def propagate(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """For a graph that Dynamo has not captured: leave in each node's ``meta["val"]`` what its result looks like."""
-        from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-        FakeTensorProp(gm, self.mode).propagate(*inputs)
 
     def of(self, value: Any) -> Any:
         """For an input of the whole graph. Inputs that share memory do so here, too."""

@@ -12,9 +12,10 @@ from torch import fx, nn
 from paceline import _torch
 from paceline.compiler import graph as graphs
 from paceline.compiler.agreement import AgreedCall
+from paceline.compiler.binding import Bindings
 from paceline.compiler.placement import announcement
 from paceline.compiler.record import GraphRecord, note
-from paceline.compiler.run import Run
+from paceline.compiler.run import GraphMark, Run
 from paceline.compiler.split import PlanSplit
 from paceline.errors import BadArgumentError
 
@@ -45,77 +46,54 @@ class Backend:
             # Caught, although the backend was named explicitly: each would do it.
             return self.inner(gm, example_inputs, **(options or _torch.options_that_keep_order(self.inner)))
         marks = graphs.take_marks(gm.graph)
+        gm.recompile()
+        if marks and graphs.is_empty(gm.graph):
+            # There was nothing but marks, before a graph break or behind it.
+            return Run(gm.forward, marks=marks)
         if self.split:
             return self._split(gm, example_inputs, marks, **options)
-        plain = fx.GraphModule(gm, _copy(gm.graph))
-        tapped = graphs.put_taps(gm.graph, example_inputs)
-        gm.recompile()
+        tapped = graphs.put_taps(gm, example_inputs)
+        bindings = Bindings(tapped.positions) if tapped.positions else None
+        if bindings is not None:
+            example_inputs = [*example_inputs, bindings.number(example_inputs)]
         record = GraphRecord(
             backend=self.__name__,
-            n_nodes=len(gm.graph.nodes),
+            n_nodes=len(tapped.gm.graph.nodes),
             taps=tapped.groups,
             untapped=tapped.untapped,
-            starts=any(kind == "enter" for kind, _ in marks),
+            starts=any(not mark.leaves for mark in marks),
         )
         for reducer in tapped.reducers:
             note(reducer, record)
         if tapped.positions and not options:
             options = _torch.options_that_keep_order(self.inner)
         try:
-            compiled = self.inner(gm, example_inputs, **options)
+            compiled = self.inner(tapped.gm, example_inputs, **options)
         except Exception as error:
             # Others may be waiting for this rank in a collective of the step that it cannot take part in.
             for reducer in tapped.reducers:
                 if reducer.channel.size > 1:
                     reducer.channel.report("compiling", error)
             raise
-        if not marks and not tapped.positions:
+        if not marks and bindings is None:
             return compiled
-        return Run(
-            compiled,
-            plain,
-            marks=marks,
-            positions=tapped.positions,
-            params=tapped.params,
-            on_mismatch=record.mismatch,
-            compile_plain=functools.partial(_compile_again, inner=self.inner),
-            announcement=announcement(tapped.reducers),
-        )
+        return Run(compiled, marks=marks, bindings=bindings, announcement=announcement(tapped.reducers))
 
     def _split(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], marks: list[tuple[str, str]], **options: Any
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], marks: list[GraphMark], **options: Any
     ) -> Callable[..., Any]:
         parts = PlanSplit(gm, example_inputs)
         record = GraphRecord(
             backend=self.__name__,
             n_nodes=len(gm.graph.nodes),
-            starts=any(kind == "enter" for kind, _ in marks),
+            starts=any(not mark.leaves for mark in marks),
             cuts=list(map(str, parts.cuts)),
             untapped={name: "graphs are split" for bucket in parts.buckets for name in bucket.params},
         )
         for reducer in parts.reducers:
             note(reducer, record)
         parts.compile(gm, example_inputs, functools.partial(self.inner, **options))
-        return Run(parts, parts, marks=marks, positions=[], params=[], on_mismatch=record.mismatch)
-
-
-def _compile_again(plain: Callable[..., Any], *, inner: CompileFunction) -> Callable[..., Any]:
-    """``plain`` compiled by itself, with guards of its own, while what it is a part of runs."""
-
-    # Dynamo leaves alone what it has made itself, but not in a function that calls it.
-    def run(*args: Any) -> Any:
-        return plain(*args)
-
-    # It counts how often it has compiled a piece of code: each needs one of its own.
-    run.__code__ = run.__code__.replace()
-    return torch.compile(run, backend=inner)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    result = copied.graph_copy(graph, {})
-    copied.output(result)
-    return copied
+        return Run(parts, marks=marks)
 
 
 def backend(

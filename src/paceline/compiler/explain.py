@@ -42,7 +42,7 @@ class Explanation:
         for number, graph in enumerate(self.graphs):
             n_params = sum(map(len, graph.taps))
             lines.append(f"  graph {number}: {graph.n_nodes} nodes, {n_params} parameters in {len(graph.taps)} reports")
-            lines += [f"    {reason}" for reason in (*graph.cuts, *graph.reasons)]
+            lines += [f"    {reason}" for reason in graph.cuts]
         lines += [f"  break ({count}x): {reason.splitlines()[0]}" for reason, count in self.breaks.items()]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.untapped.items():

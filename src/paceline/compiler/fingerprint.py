@@ -1,8 +1,8 @@
 """What a graph is made of, in lines that can be compared between ranks.
 
 A line names a node's operation and where its inputs come from. Numbers are left out: a rank's own number, its sizes
-and offsets stand in graphs as constants, and are meant to differ. So are the keys that Paceline's operators know
-wrappers by, and the index of a device.
+and offsets stand in graphs as constants, and are meant to differ. So is the index of a device. The keys that marks know
+wrappers by are no part of what is compiled.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import fx
 
 from paceline import _torch
 
-_KEYED = ("paceline.tap", "paceline.report", "paceline.enter", "paceline.leave", "paceline.tie")
+_MARKS = ("paceline.enter", "paceline.leave")
 _COLLECTIVES = ("_c10d_functional", "c10d.", "paceline.")
+_LOCAL = (*_MARKS, "paceline.tap", "paceline.report", "paceline.tie")
 _LINE_LIMIT = 400
 
 
@@ -86,14 +87,14 @@ def first_difference(nodes_of_rank: Sequence[Sequence[str]]) -> int:
 
 def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> Line:
     name = _target(node)
-    is_keyed = name.startswith(_KEYED)
+    is_mark = name.startswith(_MARKS)
     parts = (node.args, node.kwargs)
-    text = f"{node.op} {name}{_told(parts, numbers, exact=False, keyed=is_keyed)}"
-    exact = f"{node.op} {name}{_told(parts, numbers, exact=True, keyed=False)}"
+    text = f"{node.op} {name}{_told(parts, numbers, exact=False, keyed=is_mark)}"
+    exact = f"{node.op} {name}{_told(parts, numbers, exact=True, keyed=is_mark)}"
     if node.op == "placeholder":
         value = node.meta.get("example_value")
         text, exact = f"placeholder {_kind(value)}", f"placeholder {_example(value)}"
-    is_collective = node.op == "call_function" and name.startswith(_COLLECTIVES) and not is_keyed
+    is_collective = node.op == "call_function" and name.startswith(_COLLECTIVES) and not name.startswith(_LOCAL)
     return Line(text, exact, _user_line(node), is_collective)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,19 +14,17 @@ from paceline import _torch
 from paceline.compiler import ops
 from paceline.compiler import tap as taps
 from paceline.compiler.crossing import changed_memory, tensors_of
+from paceline.compiler.run import GraphMark
 from paceline.reducer import Reducer
 
 
 @dataclass
 class Tapped:
-    """What was done to a graph."""
+    """What became of a graph. If parameters are tapped, it has one more input, the last: the number of a binding."""
 
-    marks: list[tuple[str, str]] = field(default_factory=list)
-    """("enter" or "leave", key of the wrapper), in order."""
+    gm: fx.GraphModule
     positions: list[int] = field(default_factory=list)
-    """Which inputs are tapped parameters ..."""
-    params: list[Tensor] = field(default_factory=list)
-    """... and which those are."""
+    """Which inputs are tapped parameters."""
     groups: list[list[str]] = field(default_factory=list)
     """The names of those that are reported together."""
     untapped: dict[str, str] = field(default_factory=dict)
@@ -34,28 +32,59 @@ class Tapped:
     reducers: list[Reducer] = field(default_factory=list)
 
 
-def take_marks(graph: fx.Graph) -> list[tuple[str, str]]:
+def take_marks(graph: fx.Graph) -> list[GraphMark]:
     """Remove the marks of wrappers' forwards, and tell which there were."""
-    marks: list[tuple[str, str]] = []
+    marks: list[GraphMark] = []
+    inputs = list(graph.find_nodes(op="placeholder"))
+    (output,) = graph.find_nodes(op="output")
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in (ops.enter, ops.leave):
-            marks.append(("enter" if node.target is ops.enter else "leave", node.args[0]))
-            graph.erase_node(node)
+        if node.op != "call_function" or node.target not in (ops.enter, ops.leave):
+            continue
+        if node.target is ops.enter:
+            marks.append(GraphMark(node.args[0]))
+        else:
+            left, key = node.args
+            behind = _all_behind(left)
+            marks.append(
+                GraphMark(
+                    key,
+                    leaves=True,
+                    inputs=tuple(n for n, each in enumerate(inputs) if each in left),
+                    outputs=tuple(n for n, each in enumerate(output.args[0]) if each in behind),
+                )
+            )
+        graph.erase_node(node)
     return marks
+
+
+def _all_behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """``nodes``, and all that is made of them."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        new = stack.pop().users.keys() - found
+        found |= new
+        stack += new
+    return found
+
+
+def is_empty(graph: fx.Graph) -> bool:
+    """Whether there is nothing to compute."""
+    return all(node.op in ("placeholder", "output") for node in graph.nodes)
 
 
 def is_tapped(graph: fx.Graph) -> bool:
     return bool(graph.find_nodes(op="call_function", target=ops.tap))
 
 
-def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
-    """Let the parameters among the inputs that some wrapper reduces pass through taps."""
-    done = Tapped()
-    placeholders = list(graph.find_nodes(op="placeholder"))
+def put_taps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Tapped:
+    """Let the parameters among the inputs that some wrapper reduces pass through taps, in a copy of the graph."""
+    done = Tapped(gm)
     node_of: dict[int, fx.Node] = {}
     by_reducer: dict[Reducer, list[Tensor]] = {}
-    uses = _uses_with_grad(graph)
-    changed = changed_memory(graph)
+    uses = _uses_with_grad(gm.graph)
+    changed = changed_memory(gm.graph)
+    placeholders = gm.graph.find_nodes(op="placeholder")
     for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if not isinstance(value, Tensor) or not value.requires_grad or not value.is_leaf or not uses.get(node):
             continue
@@ -74,15 +103,20 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
         node_of[id(value)] = node
         by_reducer.setdefault(reducer, []).append(value)
         done.positions.append(position)
-        done.params.append(value)
-    if not placeholders or not node_of:
+    if not node_of:
         return done
-    with graph.inserting_before(placeholders[-1].next):
+    # Dynamo looks at the inputs of its own once more.
+    graph, copy_of = _copy(gm.graph)
+    place_of = {key: place for place, key in enumerate(node_of)}
+    with graph.inserting_before(graph.find_nodes(op="placeholder")[-1].next):
+        binding = graph.placeholder("paceline_binding")
+        # From nowhere that the user can see.
+        _torch.set_source(binding, None)
         for reducer, params in by_reducer.items():
             for members in taps.group(reducer, params):
                 nodes = [node_of[id(param)] for param in members]
-                key = taps.register_tap(reducer, members)
-                tapped = graph.call_function(ops.tap, (nodes, key))
+                places = [place_of[id(param)] for param in members]
+                tapped = graph.call_function(ops.tap, ([copy_of[node] for node in nodes], binding, places, taps.FORM))
                 done.groups.append([reducer.slots.of(param).name for param in members])
                 examples = [node.meta.get("example_value") for node in nodes]
                 tapped.meta["example_value"] = examples
@@ -90,8 +124,19 @@ def put_taps(graph: fx.Graph, example_inputs: Sequence[Any]) -> Tapped:
                     part = graph.call_function(operator.getitem, (tapped, n))
                     part.meta["example_value"] = example
                     for user in uses[node]:
-                        user.replace_input_with(node, part)
+                        copy_of[user].replace_input_with(copy_of[node], part)
+    done.gm = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    _torch.copy_what_dynamo_says(gm, done.gm, reason=None)
     return done
+
+
+def _copy(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Another graph like this one, and what stands in it for each node."""
+    copied, copy_of = fx.Graph(), dict[fx.Node, fx.Node]()
+    copied.output(copied.graph_copy(graph, copy_of))
+    for node in graph.find_nodes(op="placeholder"):
+        _torch.copy_source(node, copy_of[node])
+    return copied, copy_of
 
 
 def _uses_with_grad(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -8,8 +8,8 @@ autograd function inside.
 [Note: early gradients] in early.py). Its results are outputs of the graph, so compilers neither remove it nor move it
 behind other uses of them; and it is a function like any other to them: nothing is copied for it.
 
-``enter`` and ``leave`` mark where a wrapper's forward begins and ends. They are taken out of the graph before a
-backend sees it (see ``run``); called as they are, they do the same.
+``enter`` and ``leave`` mark where a wrapper's forward begins and ends, and with which outputs. They are taken out of
+the graph before a backend sees it (see ``run``); called as they are, they do the same.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def _define(schema: str, function: Callable[..., Any], key: str) -> None:
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, key: str, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, binding: Tensor, places: Sequence[int], form: str, *params: Tensor) -> tuple[Tensor, ...]:
         # A parameter that has no gradient is unused, which zeros would hide.
         ctx.set_materialize_grads(False)
-        ctx.key = key
+        ctx.save_for_backward(binding)
+        ctx.places, ctx.form = places, form
         # Autograd copies a gradient that is laid out in another way than its parameter.
         ctx.strides = [dense_stride(param) for param in params]
         return tuple(param.view_as(param) for param in params)
@@ -52,17 +53,19 @@ class _Tap(torch.autograd.Function):
         members = [n for n, grad in enumerate(grads) if grad is not None]
         # With create_graph=True gradients belong to a graph of their own, which has to come through autograd.
         if not members or torch.is_grad_enabled():
-            return (None, *grads)
+            return (None, None, None, *grads)
+        (binding,) = ctx.saved_tensors
+        places = [ctx.places[n] for n in members]
         strides = [stride for n in members for stride in ctx.strides[n]]
-        going_on = torch.ops.paceline.report([grads[n] for n in members], ctx.key, members, strides)
+        going_on = torch.ops.paceline.report([grads[n] for n in members], binding, places, strides, ctx.form)
         result = list(grads)
         for n, grad in zip(members, going_on, strict=True):
             result[n] = grad
-        return (None, *result)
+        return (None, None, None, *result)
 
 
-def _tap(params: Sequence[Tensor], key: str) -> list[Tensor]:
-    outputs = _Tap.apply(key, *params)
+def _tap(params: Sequence[Tensor], binding: Tensor, places: Sequence[int], form: str) -> list[Tensor]:
+    outputs = _Tap.apply(binding, places, form, *params)
     node = outputs[0].grad_fn
     if node is not None:
         # The engine runs what was made last first; made at the start of forward, this would wait for all others.
@@ -71,11 +74,15 @@ def _tap(params: Sequence[Tensor], key: str) -> list[Tensor]:
 
 
 @_torch.unseen_by_compiler
-def _report(grads: Sequence[Tensor], key: str, members: Sequence[int], strides: Sequence[int]) -> list[Tensor]:
-    return taps.report(key, members, grads, _split(strides, grads))
+def _report(
+    grads: Sequence[Tensor], binding: Tensor, places: Sequence[int], strides: Sequence[int], form: str
+) -> list[Tensor]:
+    return taps.report(int(binding), places, grads, _split(strides, grads))
 
 
-def _report_fake(grads: Sequence[Tensor], key: str, members: Sequence[int], strides: Sequence[int]) -> list[Tensor]:
+def _report_fake(
+    grads: Sequence[Tensor], binding: Tensor, places: Sequence[int], strides: Sequence[int], form: str
+) -> list[Tensor]:
     pairs = zip(grads, _split(strides, grads), strict=True)
     return [grad.new_empty_strided(grad.shape, stride) for grad, stride in pairs]
 
@@ -90,9 +97,11 @@ def _nothing(*args: Any) -> None:
     """What an operator that returns nothing does to fake tensors."""
 
 
-_define("tap(Tensor[] params, str key) -> Tensor[]", _tap, "CompositeImplicitAutograd")
+_define("tap(Tensor[] params, Tensor binding, int[] places, str form) -> Tensor[]", _tap, "CompositeImplicitAutograd")
 _define(
-    "report(Tensor[] grads, str key, int[] members, SymInt[] strides) -> Tensor[]", _report, "CompositeExplicitAutograd"
+    "report(Tensor[] grads, Tensor binding, int[] places, SymInt[] strides, str form) -> Tensor[]",
+    _report,
+    "CompositeExplicitAutograd",
 )
 _library.impl("report", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("paceline::report", _report_fake, lib=_library)
@@ -106,17 +115,19 @@ def _enter(key: str) -> None:
     run.enter(key)
 
 
-def _leave(key: str) -> None:
-    run.leave(key, [])
+def _leave(outputs: Sequence[Tensor], key: str) -> None:
+    run.leave(key, outputs, own=outputs)
 
 
-for _name, _function in (("enter", _enter), ("leave", _leave)):
-    _define(f"{_name}(str key) -> ()", _function, "CompositeExplicitAutograd")
+for _schema, _function in (("enter(str key) -> ()", _enter), ("leave(Tensor[] outputs, str key) -> ()", _leave)):
+    _define(_schema, _function, "CompositeExplicitAutograd")
+    _name = _schema.partition("(")[0]
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"paceline::{_name}", _nothing, lib=_library)
 
 enter = torch.ops.paceline.enter.default
 leave = torch.ops.paceline.leave.default
-# After a graph break they stand in graphs that no `Backend` sees; without this a compiler drops what has no result.
+# Without this a compiler drops what has no result.
 for _mark in (enter, leave):
     has_side_effect(_mark)
 tap = torch.ops.paceline.tap.default

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from dataclasses import dataclass, field
 
 from paceline.reducer import Reducer
-
-logger = logging.getLogger("paceline.compiler")
 
 
 @dataclass
@@ -25,15 +22,6 @@ class GraphRecord:
     """The forward of the wrapper begins in it."""
     cuts: list[str] = field(default_factory=list)
     """Where it was cut into parts, and why; only with ``split=True``."""
-    reasons: list[str] = field(default_factory=list)
-    """What did not go as it should."""
-
-    def mismatch(self) -> None:
-        """The graph was run with other parameters than those it was made for."""
-        reason = "ran without reports: it was given other parameters than those it was compiled for"
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-            logger.warning("A compiled graph %s.", reason)
 
 
 _records: weakref.WeakKeyDictionary[Reducer, list[GraphRecord]] = weakref.WeakKeyDictionary()

@@ -6,9 +6,12 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from paceline.compiler.binding import Bindings
 
 Compiled = Callable[..., Any]
 Announcement = Callable[[], bool]
@@ -21,8 +24,8 @@ class Wrapper(Protocol):
     def enter_graph(self) -> None:
         """Before: what precedes the module's forward."""
 
-    def leave_graph(self, outputs: Sequence[Tensor]) -> None:
-        """After: a backward of ``outputs`` must be noticed."""
+    def leave_graph(self, outputs: Sequence[Tensor], *, own: Sequence[Tensor]) -> None:
+        """After: a backward of ``outputs`` that uses its parameters must be noticed, and any of its ``own``."""
 
     def graph_failed(self, error: BaseException) -> None:
         """It raised, or was interrupted."""
@@ -59,10 +62,10 @@ def enter(key: str) -> None:
         wrapper.enter_graph()
 
 
-def leave(key: str, outputs: Sequence[Tensor]) -> None:
+def leave(key: str, outputs: Sequence[Tensor], *, own: Sequence[Tensor]) -> None:
     wrapper = _wrappers.get(key)
     if wrapper is not None:
-        wrapper.leave_graph(outputs)
+        wrapper.leave_graph(outputs, own=own)
 
 
 def compilation_failed(key: str, error: BaseException) -> None:
@@ -77,64 +80,60 @@ def outdate(reducer: object) -> None:
         wrapper.outdate_graphs(reducer)
 
 
-class Run:
-    """A compiled graph with what the wrappers in it do before and after.
+@dataclass(frozen=True)
+class GraphMark:
+    """Where the forward of a wrapper begins in a graph, or ends."""
 
-    ``plain`` is the graph without taps. It runs should the parameters that are given not be those that were tapped:
-    Dynamo looks at their shapes, not at their identity. The first time as it is, since a parameter that was replaced
-    is known to the wrapper afterwards; then compiled, as blocks that share one graph stay others.
-    """
+    key: str
+    leaves: bool = False
+    inputs: tuple[int, ...] = ()
+    """If it ends: the inputs of the graph that are outputs of the wrapper, as an earlier graph made them ..."""
+    outputs: tuple[int, ...] = ()
+    """... and the outputs of the graph that are outputs of the wrapper, or are made of them."""
+
+
+class Run:
+    """A compiled graph with what the wrappers in it do before and after. With ``bindings`` it takes a number more."""
 
     def __init__(
         self,
         compiled: Compiled,
-        plain: Compiled,
         *,
-        marks: Sequence[tuple[str, str]],
-        positions: Sequence[int],
-        params: Sequence[Tensor],
-        on_mismatch: Callable[[], None],
-        compile_plain: Callable[[Compiled], Compiled] | None = None,
+        marks: Sequence[GraphMark],
+        bindings: Bindings | None = None,
         announcement: Announcement | None = None,
     ) -> None:
         self._compiled = compiled
-        self._plain = plain
-        self._marks = marks
-        self._positions = positions
-        self._param_ids = [id(param) for param in params]
-        self._on_mismatch = on_mismatch
-        self._compile_plain = compile_plain
-        self._mismatches = 0
+        self._entered = [mark.key for mark in marks if not mark.leaves]
+        self._left = [mark for mark in marks if mark.leaves]
+        self._has_marks = bool(marks)
+        self._bindings = bindings
         self._announcement = announcement
 
     def __call__(self, *args: Any) -> Any:
-        run = self._compiled
-        if [id(args[position]) for position in self._positions] != self._param_ids:
-            self._on_mismatch()
-            self._mismatches += 1
-            if self._mismatches > 1 and self._compile_plain is not None:
-                self._plain, self._compile_plain = self._compile_plain(self._plain), None
-            run = self._plain
         if self._announcement is not None and self._announcement():
             self._announcement = None
-        if not self._marks:
-            return run(*args)
+        given = args if self._bindings is None else (*args, self._bindings.number(args))
+        if not self._has_marks:
+            return self._compiled(*given)
         entered: list[str] = []
         try:
-            for kind, key in self._marks:
-                if kind == "enter":
-                    entered.append(key)
-                    enter(key)
-            outputs = run(*args)
-            tensors = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
-            for kind, key in self._marks:
-                if kind == "leave":
-                    leave(key, tensors)
-                    if key in entered:
-                        entered.remove(key)
+            for key in self._entered:
+                entered.append(key)
+                enter(key)
+            outputs = self._compiled(*given)
+            for mark in self._left:
+                came, own = [args[n] for n in mark.inputs], [outputs[n] for n in mark.outputs]
+                leave(mark.key, _with_grad([*outputs, *came]), own=_with_grad([*own, *came]))
+                if mark.key in entered:
+                    entered.remove(mark.key)
         except BaseException as error:
             for key in reversed(entered):
                 with contextlib.suppress(KeyError):
                     _wrappers[key].graph_failed(error)
             raise
         return outputs
+
+
+def _with_grad(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.requires_grad]

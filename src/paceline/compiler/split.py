@@ -58,6 +58,8 @@ class DDPOptimizer:
         """Where that graph was cut; ``print`` one to see why."""
 
     def compile_fn(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if any(value_of(node) is None for node in gm.graph.find_nodes(op="placeholder")):
+            _torch.simulate(gm, example_inputs)
         params = used_params(gm, example_inputs, _is_reduced())
         body = Body(gm.graph)
         self.buckets, self.cuts = cut_by_size(
@@ -157,11 +159,8 @@ def split(
         logger.info("%s", cut)
     if not cuts:
         return inner(gm, example_inputs)
-    stand_ins = _torch.StandIns()
-    if any(value_of(node) is None for node in gm.graph.find_nodes(op="placeholder")):
-        stand_ins.propagate(gm, example_inputs)
     parts = make_parts(gm.graph, body, [cut.position for cut in cuts])
-    compiled = compile_parts(gm, example_inputs, parts, cuts, stand_ins=stand_ins, compile_function=inner)
+    compiled = compile_parts(gm, example_inputs, parts, cuts, stand_ins=_torch.StandIns(), compile_function=inner)
     return Chain(gm, parts, compiled)
 
 

@@ -10,14 +10,12 @@ compiled again when the plan is rebuilt, and caches hit for any bucket size.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from paceline import ownership
+from paceline.compiler import binding as bindings
 from paceline.early import Early, Strides, in_layout
 from paceline.edition import edition
 from paceline.plan import MB
@@ -29,36 +27,7 @@ MAX_TAP_BYTES = MB
 TAPS = 32
 # Stands in each graph: compiled code that torch's caches keep from a version of ours whose operators meant something
 # else must not be found again.
-FORM = edition("compiler/ops.py", "compiler/tap.py", "bucket.py", "early.py", "outputs.py")
-
-
-class Tap(NamedTuple):
-    """A reducer's parameters that are reported together; weak, as graphs outlive wrappers."""
-
-    reducer: weakref.ref[Reducer]
-    params: tuple[weakref.ref[Tensor], ...]
-
-    def holds(self, reducer: Reducer, params: Sequence[Tensor]) -> bool:
-        return self.reducer() is reducer and [ref() for ref in self.params] == list(map(_Same, params))
-
-    def is_dead(self) -> bool:
-        return self.reducer() is None or any(ref() is None for ref in self.params)
-
-
-class _Same:
-    """Compares by identity: tensors compare by their elements."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return other is self._tensor
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-_taps: dict[str, Tap] = {}
-_numbers: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
+FORM = edition("compiler/ops.py", "compiler/tap.py", "compiler/binding.py", "bucket.py", "early.py", "outputs.py")
 
 
 def owner_of(param: Tensor) -> Reducer | None:
@@ -85,37 +54,14 @@ def group(reducer: Reducer, params: Iterable[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-def register_tap(reducer: Reducer, params: Sequence[Tensor]) -> str:
-    """A key for these parameters: the same in every run that makes the same wrappers, so that caches hit.
-
-    The key stands in the graph; no rank and no world size is in it.
-    """
-    number = _numbers.get(reducer)
-    if number is None:
-        taken = set(_numbers.values())
-        number = _numbers[reducer] = next(n for n in itertools.count() if n not in taken)
-    index_of = {id(param): n for n, param in enumerate(reducer.roster.params)}
-    stem = f"{FORM}/{number}:" + ",".join(str(index_of[id(param)]) for param in params)
-    for attempt in itertools.count():
-        # Another one after the module's parameters have changed: graphs made before keep the old meaning.
-        key = f"{stem}#{attempt}" if attempt else stem
-        known = _taps.get(key)
-        if known is None or known.is_dead():
-            _taps[key] = Tap(weakref.ref(reducer), tuple(weakref.ref(param) for param in params))
-            return key
-        if known.holds(reducer, params):
-            return key
-    raise AssertionError
-
-
-def report(key: str, members: Sequence[int], grads: Sequence[Tensor], strides: Sequence[Strides]) -> list[Tensor]:
-    """A compiled backward has made ``grads`` for these ``members`` of the tap; what it hands to autograd for them."""
-    tap = _taps.get(key)
-    reducer = tap.reducer() if tap is not None else None
-    if tap is not None and reducer is not None:
-        params = [tap.params[member]() for member in members]
-        # Else frozen since, or replaced: autograd knows what to do with them.
-        if all(param is not None and reducer.slots.has(param) for param in params):
-            come = zip(cast("list[Tensor]", params), grads, strides, strict=True)
-            return reducer.gradients_early([Early(*each) for each in come])
+def report(number: int, places: Sequence[int], grads: Sequence[Tensor], strides: Sequence[Strides]) -> list[Tensor]:
+    """A compiled backward has made ``grads`` for the parameters in these places of a binding; what it hands to autograd
+    for them."""
+    binding = bindings.find(number)
+    params = binding.params(places) if binding is not None else None
+    reducer = owner_of(params[0]) if params else None
+    # Else frozen since, replaced, or of several wrappers: autograd knows what to do with them.
+    if params is not None and reducer is not None and reducer.active and all(map(reducer.slots.has, params)):
+        come = zip(params, grads, strides, strict=True)
+        return reducer.gradients_early([Early(*each) for each in come])
     return [in_layout(grad, stride) for grad, stride in zip(grads, strides, strict=True)]
