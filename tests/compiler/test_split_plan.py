@@ -85,16 +85,20 @@ def test_ranks_agree_on_graphs_that_are_cut(ranks):
         assert parts == seen.rounds[-1] == seen.buckets == 4
 
 
-def _bert_in_parts(rank, size, options):
-    recorder = Recorder("aot_eager")
+def _bert_in_parts(rank, size, backend, options):
+    recorder = Recorder(backend)
     seen = _bert(rank, size, None, options, compile_=split(recorder))
     return len(recorder.graphs), seen
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static_graph"])
-def test_bert_in_parts(ranks, options):
-    for parts, seen in ranks(_bert_in_parts, options, allow_warnings=WARNINGS, timeout=560):
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("aot_eager", {}), ("aot_eager", {"static_graph": True}), ("inductor", {"static_graph": True})],
+    ids=["aot_eager", "aot_eager-static_graph", "inductor-static_graph"],
+)
+def test_bert_in_parts(ranks, backend, options):
+    for parts, seen in ranks(_bert_in_parts, backend, options, allow_warnings=WARNINGS, timeout=560):
         assert parts > 2
         assert seen.rounds[-1] == seen.buckets > 2
 
@@ -248,6 +252,7 @@ def _two_wrappers(rank, size):
             run(pair, batch(rank, n)).backward()
         for eager, ours in zip(*models, strict=True):
             same_grads(eager, ours)
+        assert DDP._active_ddp_module is None
     return len(recorder.graphs)
 
 

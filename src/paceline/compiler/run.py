@@ -105,7 +105,9 @@ class Run:
     ) -> None:
         self._compiled = compiled
         self._entered = [mark.key for mark in marks if not mark.leaves]
-        self._left = [mark for mark in marks if mark.leaves]
+        turn = {key: n for n, key in enumerate(self._entered)}
+        # All are entered before, one inside of the other, even if in the graph one comes after the other.
+        self._left = sorted((mark for mark in marks if mark.leaves), key=lambda mark: -turn.get(mark.key, -1))
         self._has_marks = bool(marks)
         self._bindings = bindings
         self._announcement = announcement
