@@ -226,16 +226,18 @@ class Channel:
 
     def hear(self) -> None:
         """Look for news that will not be taken back, and for ranks that died without a word; called by the watch."""
-        for rank in set(self.inquiries.gone()) - self._obituaries:
+        gone = set(self.inquiries.gone())
+        for rank in gone - self._obituaries:
             # For other hosts, which cannot see it.
             self.inquiries.board.put(f"gone/{rank}", Kind.WORDS, "its process has ended")
             self.inquiries.board.add("gone", 1)
             self._obituaries.add(rank)
-        missed = self.inquiries.missed()
+        missed = self.inquiries.missed() if gone else []
         failure = self._news_for_watch.first()
         if failure is None and missed:
-            gone = f"Rank {missed[0]} is gone: its process has ended"
-            failure = Failure(missed[0], "", "", gone, final=True, lost=True)
+            failure = Failure(
+                missed[0], "", "", f"Rank {missed[0]} is gone: its process has ended", final=True, lost=True
+            )
             self._news_for_watch.give_up(failure)
         if failure is not None and (failure.final or failure.lost):
             self.heard = failure

@@ -27,7 +27,7 @@ from paceline.control import stacks
 from paceline.control.board import Board
 from paceline.control.census import Census
 from paceline.control.position import HOLDS_LOCK, Position, Report, explain, of_record, of_this_rank
-from paceline.control.progress import Progress, Record, process_state, read_file
+from paceline.control.progress import Process, Progress, Record, process_state, read_file
 from paceline.control.user_code import OWN_COLLECTIVE, collective_frame, line_of_frame
 from paceline.control.wire import Kind
 from paceline.options import HangWatch
@@ -61,6 +61,7 @@ class Inquiries:
         self.progress = progress
         self.rank = rank
         self._census = census
+        self._processes: dict[int, Process] = {}
         self._size = size
         self._directory = directory
         self._answered = 0
@@ -131,12 +132,8 @@ class Inquiries:
 
         By their files alone, which a rank that ends well takes away.
         """
-        records = {rank: self._record(rank) for rank in self._others()}
-        return [
-            rank
-            for rank, record in records.items()
-            if record is not None and record.started < self.progress.started and process_state(record) == "gone"
-        ]
+        records = {rank: self._record(rank) for rank in self.gone()}
+        return [rank for rank, record in records.items() if record and record.started < self.progress.started]
 
     def is_running(self, rank: int) -> bool:
         """Whether the process of ``rank`` is on this host and has not ended."""
@@ -147,8 +144,11 @@ class Inquiries:
 
     def _state(self, rank: int) -> str:
         """As `process_state`; empty if nothing is known of the rank."""
-        record = self._record(rank)
-        return process_state(record) if record is not None else self._census.state(rank)
+        # The watch asks this of every rank, twice a second: files are read until they have said who it is.
+        if rank not in self._processes and (record := self._record(rank)) is not None:
+            self._processes[rank] = record.process
+        known = self._processes.get(rank)
+        return process_state(known) if known is not None else self._census.state(rank)
 
     def _of_the_dead(self, rank: int) -> Position | None:
         """Nothing has to be awaited of a process that has ended."""

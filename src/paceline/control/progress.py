@@ -44,6 +44,15 @@ FILE_BYTES = _RING_AT + RING * _ENTRY.size
 
 
 @dataclass(frozen=True)
+class Process:
+    """Which process a rank is."""
+
+    pid: int
+    born: int
+    host: str
+
+
+@dataclass(frozen=True)
 class Record:
     """What a progress file says."""
 
@@ -64,6 +73,10 @@ class Record:
     """The last collectives by number, from 1."""
     owner: int | None = None
     """Whose file says so; None if it is not from a file."""
+
+    @property
+    def process(self) -> Process:
+        return Process(self.pid, self.born, self.host)
 
 
 class Progress:
@@ -189,15 +202,6 @@ def birth(pid: int) -> int:
     """When a process began, in the kernel's ticks, by which to know it from another of the same number; 0: gone."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
-
-
-@dataclass(frozen=True)
-class Process:
-    """Which process a rank is."""
-
-    pid: int
-    born: int
-    host: str
 
 
 def this_process() -> Process:
