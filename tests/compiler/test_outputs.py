@@ -107,19 +107,32 @@ def test_what_else_is_in_the_graph_is_none_of_its_outputs(ranks):
 
 
 def _unused_behind_a_break(rank, size):
-    return compare(
+    told = []
+
+    def listen(ddp):
+        expect = ddp._reducer.expect_unused
+
+        def listening(unused):
+            told.append(unused)
+            expect(unused)
+
+        ddp._reducer.expect_unused = listening
+
+    compare(
         rank,
         functools.partial(TwoHeads, "tuple", breaks=True),
         compile=functools.partial(torch.compile, backend="aot_eager"),
         step=lambda model, rank, n: model(batch(rank, n), batch(rank, n))[0].square().sum().backward(),
+        prepare=listen,
         find_unused_parameters=True,
     )
+    return told
 
 
 def test_unused_parameters_are_looked_for_behind_a_graph_break(ranks):
-    for seen in ranks(_unused_behind_a_break):
-        # None was taken for unused, and came late.
-        assert seen.rounds == [seen.buckets] * 3
+    for told in ranks(_unused_behind_a_break):
+        # Three steps in eager mode and three compiled: all are used.
+        assert told == [frozenset()] * 6
 
 
 class Passing(nn.Module):
