@@ -13,7 +13,7 @@ from typing import Any
 from paceline.errors import StateError
 
 # PL_ABI of csrc/pl.h; a library left over from another version is not called.
-ABI = 4
+ABI = 5
 
 _MODULE = "paceline.transport._kernel"
 

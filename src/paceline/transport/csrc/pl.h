@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define PL_ABI 4
+#define PL_ABI 5
 #define PL_MAX_RANKS 64
 #define PL_API __attribute__((visibility("default")))
 
