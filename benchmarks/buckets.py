@@ -67,12 +67,25 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class Deep(nn.Module):
+    """Not a bare Sequential: torch's class splits no graph of one, as Dynamo captures its layers one by one."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Trainer:
     """One class at one bucket size."""
 
     def __init__(self, mode: str, size_mb: float, settings: Settings, rank: int) -> None:
         torch.manual_seed(settings.seed)
-        net = nn.Sequential(*[Layer(settings.width) for _ in range(settings.layers)])
+        net = Deep(settings.layers, settings.width)
         wrap = nn.parallel.DistributedDataParallel if mode == "torch" else paceline.DistributedDataParallel
         self.ddp = wrap(net, bucket_cap_mb=size_mb, gradient_as_bucket_view=True)
         self.forward = torch.compile(self.ddp)

@@ -31,6 +31,18 @@ def test_what_a_call_returns_or_raises_reaches_the_caller() -> None:
     assert not errands.is_silent()
 
 
+def test_a_call_may_run_others_without_waiting_for_itself() -> None:
+    errands = Errands()
+
+    def both() -> tuple[int, int]:
+        return threading.get_ident(), errands.run(threading.get_ident, within_s=5)
+
+    outer, inner = errands.run(both, within_s=20)
+    assert outer == inner != threading.get_ident()
+    # And afterwards as ever.
+    assert errands.run(max, 2, 3) == 3
+
+
 class _Asked:
     def fail(self) -> None:
         raise ValueError("no")

@@ -44,6 +44,14 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies of tensors of one dtype, end to end, in one call; ``torch.cat`` wants each flattened first."""
+    if len(tensors) == 1:
+        # torch would hand out a view of it.
+        return tensors[0].reshape(-1).clone()
+    return torch._utils._flatten_dense_tensors(list(tensors))
+
+
 def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of ``flat``, end to end, shaped as ``like``, in one call."""
     return torch._utils._unflatten_dense_tensors(flat, list(like))

@@ -11,10 +11,13 @@ it, which is deleted then.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+import torch.distributed as dist
 
 from paceline.control import wire
 from paceline.control.board import Board
@@ -90,12 +93,19 @@ class Agreements:
         waiter.insist(lambda: self._board.put(f"{key}/{self._rank}", Kind.VALUE, (value,)))
         if self._rank == 0:
             waiter.keep(self._are_there([f"{key}/{rank}" for rank in range(self._size)]))
-            waiter.insist(lambda: self._decide(key))
-        elif not waiter.keep(self._are_there([f"{key}/verdict"])):
-            waiter.insist(lambda: self._decide(key))
-        result = Agreement(topic, waiter.insist(lambda: self._verdict(key, value)))
+            to_decide = True
+        else:
+            to_decide = not waiter.keep(self._are_there([f"{key}/verdict"]))
+
+        def conclude() -> tuple[Value | None, ...]:
+            if to_decide:
+                self._decide(key)
+            return self._verdict(key, value)
+
+        result = Agreement(topic, waiter.insist(lambda: self._board.in_one_go(conclude)))
         if turn and not result.missing:
-            self._clear(f"agree/{topic}/{turn - 1}")
+            with contextlib.suppress(dist.DistError):
+                self._board.in_one_go(self._clear, f"agree/{topic}/{turn - 1}")
         return result
 
     def _are_there(self, keys: list[str]) -> Callable[[float], bool]:

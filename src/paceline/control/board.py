@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from paceline.control import wire
 from paceline.control.errands import Errands
 from paceline.control.wire import BadMessageError, Field, Kind
+
+T = TypeVar("T")
 
 _log = logging.getLogger("paceline.control")
 
@@ -34,6 +37,10 @@ class Board:
         It connects when it is first used: torch asks the name server about every connection, and that may take seconds.
         """
         return Board(self.store, name=self.name, errands=errands, own_connection=True)
+
+    def in_one_go(self, call: Callable[..., T], *args: Any) -> T:
+        """``call(*args)``, which asks the board several things: together they cost the hand-over of one."""
+        return self._errands.run(call, *args)
 
     def _ask(self, what: str, *args: Any) -> Any:
         """Every call of the store's; raises ``StoreSilentError`` if it does not answer."""
@@ -77,6 +84,9 @@ class Board:
 
     def read(self, key: str, kind: Kind) -> tuple[Field, ...] | None:
         """The message under ``key``; None if there is none, it was taken back, or it is refused."""
+        return self.in_one_go(self._read, key, kind)
+
+    def _read(self, key: str, kind: Kind) -> tuple[Field, ...] | None:
         if not self.has(key):
             return None
         data: bytes = self._ask("get", key)

@@ -115,7 +115,7 @@ class Channel:
 
         Waits for ``timeout_s``, by default the group's time-out, and then names who is ``missing`` instead of raising.
         Raises as soon as another rank has said that it failed (``PeerFailedError``) or has ended (``RankLostError``).
-        Some hundred microseconds on one host; not for every step.
+        One or two milliseconds on one host; not for every step.
 
         Example::
 
