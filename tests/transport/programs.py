@@ -416,13 +416,15 @@ def one_poisons(rank: Rank) -> None:
 
 
 def one_aborts(rank: Rank) -> None:
-    if rank.rank == 1:
-        job = all_reduce(rank, torch.ones(10), inline=False)
+    """Ranks 1 and 2 are in a collective that rank 0, which waits for a message, never joins; rank 2 aborts."""
+    t = torch.ones(10)
+    if rank.rank == 0:
+        rank.channel.recv(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+        return
+    job = all_reduce(rank, t, inline=False)
+    if rank.rank == 2:
         rank.channel.abort()
-        job.wait()
-    else:
-        rank.settle()
-        rank.settle()
+    job.wait()
 
 
 def stays_poisoned(rank: Rank) -> list[str]:

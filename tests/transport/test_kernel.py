@@ -178,9 +178,9 @@ def test_poison_carries_its_cause(run: RankRunner) -> None:
 
 
 def test_abort_ends_what_is_under_way_everywhere(run: RankRunner) -> None:
-    for outcome in run(2, programs.one_aborts):
+    for outcome in run(3, programs.one_aborts):
         assert outcome.error == "PeerFailedError"
-        assert outcome.message == "rank 11 has aborted the group"
+        assert outcome.message == "rank 12 has aborted the group"
 
 
 def test_abort_ends_a_close_that_hangs(run: RankRunner) -> None:
