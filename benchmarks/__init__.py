@@ -28,5 +28,6 @@ measure something new, add a function to `suites.py`. Nothing else lists names.
 [Note: why ratios] Machines are shared and their clocks drift, so a step time by itself says little. All modes
 take turns in the same processes, in short blocks whose order is reshuffled each round (same seed, hence
 same order on each rank). A mode is compared with the better torch mode *of the same round*, and
-the figure reported is the median of those paired ratios with a bootstrap interval.
+the figure reported is the median of those paired ratios with a bootstrap interval. And ranks are started
+several times: [Note: why launches] in stats.py.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from .models import CASES
 from .modes import MODES
 from .report import Results, print_tables, save_json, save_picture
 from .settings import Settings
-from .stats import Check, Ratio, Series, Verdict
+from .stats import Check, Series
 from .suites import SUITES
 
 
@@ -26,7 +27,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--suite", action="append", choices=list(SUITES), help="what to measure (repeatable)")
     add("--model", action="append", choices=list(CASES), help="what to train (repeatable)")
     add("--mode", action="append", choices=list(MODES), help="how to train it (repeatable)")
-    add("--rounds", type=positive, help="turns of each mode; default: what --budget allows")
+    add("--launches", type=positive, help="how often ranks are started anew (default 4)")
+    add("--rounds", type=positive, help="turns of each mode in a launch; default: what --budget allows")
     add("--steps", type=positive, help="steps of one turn (default 3)")
     add("--budget", type=float, default=40.0, help="seconds for each suite and model (default 40)")
     add("--threads", type=positive, default=1, help="compute threads of a rank (default 1)")
@@ -57,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         budget_s=chosen.budget,
         threads=chosen.threads,
         seed=chosen.seed,
+        launches=chosen.launches or (1 if chosen.quick else 4),
     )
     whole = not (chosen.suite or chosen.model or chosen.mode or chosen.quick)
     out: Path = chosen.out or (RESULTS if whole and not missing else PARTIAL)
@@ -79,16 +82,16 @@ def main(arguments: list[str] | None = None) -> int:
             if kind == "progress":
                 bar.update(task, description=event["label"], completed=event["done"], total=event["total"])
             elif kind == "series":
-                results.series.append(Series(**event))
+                results.add_series(Series(**event))
             elif kind == "check":
-                results.checks.append(Check(**event))
-            elif kind == "verdict":
-                ratio = event.pop("ratio")
-                results.verdicts.append(Verdict(**event, ratio=ratio and Ratio(**ratio)))
+                results.add_check(Check(**event))
             else:
                 bar.console.print(event["text"], markup=False)
 
-        run(settings, on_event)
+        for launch in range(settings.launches):
+            names = tuple(name for name in suites if launch == 0 or not SUITES[name].once)
+            if names:
+                run(dataclasses.replace(settings, suites=names, launch=launch), on_event)
     results.about["seconds"] = round(time.monotonic() - start)
     if results.series:
         print_tables(results, console)
@@ -105,6 +108,7 @@ def _about(settings: Settings) -> dict[str, Any]:
         "threads": settings.threads,
         "steps": settings.steps,
         "seed": settings.seed,
+        "launches": settings.launches,
     }
 
 

@@ -62,15 +62,16 @@ class Bench:
     def shuffled(self, index: int) -> list[Mode]:
         """The modes in the order of a round: seeded, so that it is the same on each rank."""
         modes = list(self.modes)
-        random.Random(f"{self.settings.seed}/{index}").shuffle(modes)
+        random.Random(f"{self.settings.seed}/{self.settings.launch}/{index}").shuffle(modes)
         return modes
 
     def rounds(self, round_s: float) -> int:
         """How many rounds to run, given what one takes; rank 0 decides."""
         if self.settings.rounds is not None:
             return self.settings.rounds
-        fitting = round(self.settings.budget_s / round_s)
-        decided = torch.tensor([min(max(fitting, MIN_ROUNDS), MAX_ROUNDS)])
+        launches = self.settings.launches
+        fitting = round(self.settings.budget_s / launches / round_s)
+        decided = torch.tensor([min(max(fitting, -(-MIN_ROUNDS // launches)), MAX_ROUNDS)])
         dist.broadcast(decided, 0)
         return int(decided.item())
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .models import CASES
 from .modes import MODES
-from .stats import Check, Row, Series, Verdict, rows
+from .stats import Check, Row, Series, Verdict, judge, rows
 from .suites import SUITES
 
 SCALES = {"s": (1e3, "ms"), "bytes": (1e-6, "MB")}
@@ -28,9 +28,33 @@ class Results:
 
     about: dict[str, Any]
     """Machine, versions and settings, as far as they help to read the figures."""
-    series: list[Series] = dataclasses.field(default_factory=list)
-    checks: list[Check] = dataclasses.field(default_factory=list)
-    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
+    series_by_key: dict[tuple[str, str, str], Series] = dataclasses.field(default_factory=dict)
+    checks_by_key: dict[tuple[str, str, str], Check] = dataclasses.field(default_factory=dict)
+
+    @property
+    def series(self) -> list[Series]:
+        return list(self.series_by_key.values())
+
+    @property
+    def checks(self) -> list[Check]:
+        return list(self.checks_by_key.values())
+
+    def add_series(self, found: Series) -> None:
+        known = self.series_by_key.get(found.key)
+        self.series_by_key[found.key] = found if known is None else known.followed_by(found)
+
+    def add_check(self, found: Check) -> None:
+        known = self.checks_by_key.get(found.key)
+        self.checks_by_key[found.key] = found if known is None else known.followed_by(found)
+
+    def verdicts(self) -> list[Verdict]:
+        found = (
+            judge(series, *goal)
+            for series in self.series
+            if series.metric == "step"
+            for goal in SUITES[series.suite].goals.get(series.model, ())
+        )
+        return [verdict for verdict in found if verdict is not None]
 
     def rows(self) -> list[Row]:
         return [row for series in self.series for row in rows(series)]
@@ -52,7 +76,7 @@ def save_json(results: Results, path: Path) -> None:
         "about": results.about,
         "rows": [dataclasses.asdict(row) for row in results.rows()],
         "checks": [dataclasses.asdict(check) for check in results.checks],
-        "verdicts": [dataclasses.asdict(verdict) for verdict in results.verdicts],
+        "verdicts": [dataclasses.asdict(verdict) for verdict in results.verdicts()],
         "series": series,
     }
     # One line an entry: readable in a diff, without a line for each sample.
@@ -90,7 +114,7 @@ def print_tables(results: Results, console: Console) -> None:
         table.add_section()
     console.print(table)
     console.print("* the better torch mode, which the ratios of its rows are to; medians of paired ratios")
-    for verdict in results.verdicts:
+    for verdict in results.verdicts():
         ratio = verdict.ratio
         found = "" if ratio is None else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] x"
         console.print(

@@ -31,14 +31,18 @@ class Settings(Sent):
     modes: tuple[str, ...] | None
     """Names from `modes.MODES`; None lets each suite use its own."""
     rounds: int | None
-    """How often each mode gets its turn: the number of paired samples. None: as many as `budget_s` allows."""
+    """How often each mode gets its turn in a launch: paired samples. None: as many as `budget_s` allows."""
     steps: int
     """Steps of one turn; a turn counts as the median of them."""
     warmup: int
     """Steps of each mode before the first round (torch rebuilds its buckets in the second)."""
     budget_s: float = 45.0
-    """About how long the rounds of one suite and model may take, when `rounds` is not given."""
+    """About how long the rounds of one suite and model may take in all launches, when `rounds` is not given."""
     world_size: int = 2
     threads: int = 1
     """Compute threads of a rank."""
     seed: int = 0
+    launches: int = 1
+    """How often the ranks are started anew. See [Note: why launches] in stats.py."""
+    launch: int = 0
+    """Which of them this is."""

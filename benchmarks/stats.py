@@ -1,4 +1,10 @@
-"""Samples -> medians, paired ratios, and how far they can be trusted. See [Note: why ratios]."""
+"""Samples -> medians, paired ratios, and how far they can be trusted. See [Note: why ratios].
+
+[Note: why launches]
+Two replicas of the same mode in one process differ by up to 5% for as long as it lives: where their memory lies makes
+the difference, and no number of rounds averages that out. So ranks are started several times, build the modes in
+another order each time, and intervals are made by drawing launches first and rounds of those second.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +31,20 @@ class Series:
     goal: float | None = None
     """The most that a judged mode may be, as a multiple of the better torch mode."""
     pictured: bool = True
+    launches: tuple[int, ...] = ()
+    """How many of the values are of each launch, in order; empty if they are all of one."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.suite, self.model, self.metric
+
+    def followed_by(self, later: Series) -> Series:
+        """The same with what a later launch found."""
+        values = {mode: [*found, *later.values[mode]] for mode, found in self.values.items()}
+        return dataclasses.replace(self, values=values, launches=(*self.sizes(), *later.sizes()))
+
+    def sizes(self) -> tuple[int, ...]:
+        return self.launches or (len(next(iter(self.values.values()))),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +66,22 @@ class Check:
     """How large the difference may be: compilers round in their own ways."""
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        return self.suite, self.model, self.mode
+
+    @property
     def holds(self) -> bool:
         return self.ranks_equal and (self.equal or self.difference <= self.tolerance)
+
+    def followed_by(self, later: Check) -> Check:
+        """The same with what a later launch found: it holds if both do."""
+        return dataclasses.replace(
+            self,
+            steps=min(self.steps, later.steps),
+            difference=max(self.difference, later.difference),
+            equal=self.equal and later.equal,
+            ranks_equal=self.ranks_equal and later.ranks_equal,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +112,7 @@ def judge(series: Series, mode: str, reference: str, goal: float) -> Verdict | N
     """Hold one mode against another; None where one of the two was not run."""
     if mode not in series.values or reference not in series.values:
         return None
-    ratio = paired_ratio(series.values[mode], series.values[reference])
+    ratio = paired_ratio(series.values[mode], series.values[reference], series.sizes())
     return Verdict(series.suite, series.model, mode, reference, ratio, goal, _verdict(ratio, goal))
 
 
@@ -101,16 +135,24 @@ class Row:
     """met or missed by the whole interval, unclear if the goal lies inside it; empty without a goal."""
 
 
-def paired_ratio(values: Sequence[float], base: Sequence[float]) -> Ratio | None:
-    """How `values` compare to `base`, round by round; None where the base is zero."""
+def paired_ratio(values: Sequence[float], base: Sequence[float], launches: Sequence[int] = ()) -> Ratio | None:
+    """How `values` compare to `base`, round by round; None where the base is zero.
+
+    ``launches`` is how many of them are of each launch. See [Note: why launches].
+    """
     top, bottom = np.asarray(values, float), np.asarray(base, float)
     if top.shape != bottom.shape:
         raise ValueError(f"{top.size} samples can't be paired with {bottom.size}")
     if not bottom.all():
         return None
     ratios = top / bottom
-    picks = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
-    low, high = np.quantile(np.median(ratios[picks], axis=1), [0.025, 0.975])
+    of_launch = np.split(ratios, np.cumsum(launches)[:-1]) if launches else [ratios]
+    draw = np.random.default_rng(0)
+    medians = []
+    for _ in range(RESAMPLES):
+        drawn = (of_launch[index] for index in draw.integers(len(of_launch), size=len(of_launch)))
+        medians.append(np.median(np.concatenate([draw.choice(rounds, rounds.size) for rounds in drawn])))
+    low, high = np.quantile(medians, [0.025, 0.975])
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
@@ -125,7 +167,7 @@ def rows(series: Series) -> list[Row]:
     for name in names:
         values = series.values[name]
         low, high = np.quantile(values, [0.25, 0.75])
-        to_torch = paired_ratio(values, series.values[baseline]) if baseline else None
+        to_torch = paired_ratio(values, series.values[baseline], series.sizes()) if baseline else None
         judged = MODES[name].family not in ("torch", "local")
         goal = series.goal if judged else None
         result.append(
@@ -139,7 +181,7 @@ def rows(series: Series) -> list[Row]:
                 quartiles=(float(low), float(high)),
                 samples=len(values),
                 to_torch=to_torch,
-                to_local=paired_ratio(values, series.values[local]) if local else None,
+                to_local=paired_ratio(values, series.values[local], series.sizes()) if local else None,
                 baseline=baseline,
                 goal=goal,
                 verdict=_verdict(to_torch, goal),

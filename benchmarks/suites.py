@@ -14,7 +14,7 @@ import io
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from .memory import footprint, gradient_bytes, resident_growth
 from .models import Case
 from .modes import COMPILED, MODES, USUAL, Job, Mode, Replica
 from .ranks import Bench
-from .stats import Check, Series, Verdict, judge
+from .stats import Check, Series
 
-Result = Series | Check | Verdict | str
+Result = Series | Check | str
 """A string is printed as it is."""
 
 
@@ -39,6 +39,11 @@ class Suite:
     default: bool = True
     modes: tuple[str, ...] = USUAL
     """What it compares unless --mode says otherwise."""
+    goals: Mapping[str, tuple[tuple[str, str, float], ...]] = dataclasses.field(default_factory=dict)
+    """Those that are not about the better torch mode. By model: mode, what it is held against, and the most that the
+    ratio of their steps may be."""
+    once: bool = False
+    """Its figures do not depend on where memory lies: one launch of the ranks is enough."""
 
 
 SUITES: dict[str, Suite] = {}
@@ -106,7 +111,8 @@ def _alone(bench: Bench, case: Case) -> Iterator[Result]:
 
 def _take_turns(bench: Bench, job: Job, label: str) -> tuple[dict[str, Replica], dict[str, Clock], int]:
     """Train all modes in turns; give the replicas, a clock of each with a lap a step, and the steps taken."""
-    replicas = {mode.name: mode.build(job) for mode in bench.modes}
+    built = {mode.name: mode.build(job) for mode in bench.shuffled(-1)}
+    replicas = {mode.name: built[mode.name] for mode in bench.modes}
     settings = bench.settings
     taken = dict.fromkeys(replicas, 0)
 
@@ -175,17 +181,10 @@ SHM_GOALS = {
     ),
     "bert": (("paceline-shm", "torch-views", 1 / 1.15),),
 }
-"""By model: mode, what it is held against, and the most that the ratio of their steps may be."""
 
 
 def _shm(bench: Bench, case: Case) -> Iterator[Result]:
-    for result in _step(bench, case, suite="shm", step_goal=None):
-        yield result
-        if isinstance(result, Series) and result.metric == "step":
-            for mode, reference, goal in SHM_GOALS.get(case.name, ()):
-                verdict = judge(result, mode, reference, goal)
-                if verdict is not None:
-                    yield verdict
+    return _step(bench, case, suite="shm", step_goal=None)
 
 
 COMPILED_GOALS = {"gpt": (("paceline-compiled-shm", "torch-compiled", 1 / 1.35),)}
@@ -200,13 +199,8 @@ def _compile(bench: Bench, case: Case) -> Iterator[Result]:
     for result in _step(bench, case, suite="compile"):
         if isinstance(result, Check):
             yield dataclasses.replace(result, tolerance=COMPILED_TOLERANCE)
-            continue
-        yield result
-        if isinstance(result, Series) and result.metric == "step":
-            for mode, reference, goal in COMPILED_GOALS.get(case.name, ()):
-                verdict = judge(result, mode, reference, goal)
-                if verdict is not None:
-                    yield verdict
+        else:
+            yield result
     bench.modes = modes
     # The next model must not be counted as one more compilation of this one.
     torch.compiler.reset()
@@ -328,7 +322,7 @@ def _profile(bench: Bench, case: Case) -> Iterator[Result]:
 ALL = ("gpt", "mlp", "resnet", "bert")
 
 register(Suite("step", "Step time, 2 ranks over gloo", ALL, _step))
-register(Suite("memory", "Gradient memory of a rank", ALL, _memory))
+register(Suite("memory", "Gradient memory of a rank", ALL, _memory, once=True))
 register(Suite("wrap", "Wrapping and the first steps", ("mlp",), _wrap))
 register(Suite("world1", "Step time at world size 1", ("mlp", "gpt"), _alone))
 register(
@@ -339,7 +333,18 @@ register(
         _shm,
         default=False,
         modes=("local", "torch-views", "torch-shm", "paceline-shm", "two-threads"),
+        goals=SHM_GOALS,
     )
 )
-register(Suite("compile", "Compiled step time, inductor, 2 ranks", ALL, _compile, default=False, modes=COMPILED))
-register(Suite("profile", "Where the time goes (cProfile)", ("mlp",), _profile, default=False))
+register(
+    Suite(
+        "compile",
+        "Compiled step time, inductor, 2 ranks",
+        ALL,
+        _compile,
+        default=False,
+        modes=COMPILED,
+        goals=COMPILED_GOALS,
+    )
+)
+register(Suite("profile", "Where the time goes (cProfile)", ("mlp",), _profile, default=False, once=True))

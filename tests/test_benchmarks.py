@@ -24,8 +24,9 @@ from benchmarks.collectives.judge import Curve, points, sentences  # noqa: E402
 from benchmarks.collectives.methods import METHODS  # noqa: E402
 from benchmarks.memory import footprint  # noqa: E402
 from benchmarks.modes import MODES, USUAL, Job  # noqa: E402
+from benchmarks.report import Results  # noqa: E402
 from benchmarks.settings import Settings  # noqa: E402
-from benchmarks.stats import Series, judge, paired_ratio, rows  # noqa: E402
+from benchmarks.stats import Check, Series, judge, paired_ratio, rows  # noqa: E402
 from benchmarks.suites import SUITES  # noqa: E402
 
 METRICS = {
@@ -72,9 +73,12 @@ def test_quick_run_reports_every_suite_in_every_mode(tmp_path: Path) -> None:
 
 
 def test_shm_suite_compares_its_own_modes(tmp_path: Path) -> None:
-    done = _run("--suite", "shm", "--quick", "--rounds", "1", "--out", str(tmp_path))
+    done = _run("--suite", "shm", "--quick", "--rounds", "1", "--launches", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
+    for series in found["series"]:
+        assert series["launches"] == [1, 1]
+        assert {len(values) for values in series["values"].values()} == {2}
     modes = {name for name in SUITES["shm"].modes if MODES[name].missing() is None}
     assert {row["mode"] for row in found["rows"]} == modes
     assert {check["mode"] for check in found["checks"]} == modes & {"torch-shm", "paceline-shm"}
@@ -148,6 +152,33 @@ def test_ratios_are_paired_by_round() -> None:
     assert (ratio.value, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="can't be paired"):
         paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_intervals_know_of_launches() -> None:
+    # Each launch is steady, and they differ: what another one would find is anybody's guess.
+    values = [0.9] * 20 + [1.1] * 20
+    together, apart = paired_ratio(values, [1.0] * 40, [20, 20]), paired_ratio(values[:20], [1.0] * 20, [20])
+    assert together is not None
+    assert (together.low, together.high) == (0.9, 1.1)
+    assert apart is not None
+    assert apart.low == apart.high == 0.9
+
+
+def test_launches_are_put_together() -> None:
+    results = Results(about={})
+    for value, equal in ((2.0, True), (1.0, False), (1.0, True)):
+        results.add_series(
+            Series("shm", "gpt", "step", "s", {"torch-views": [2.0, 2.0], "paceline-shm": [value, value]})
+        )
+        results.add_check(Check("shm", "gpt", "paceline-shm", "torch-views", 5, 0.0, equal, ranks_equal=True))
+    (series,), (check,) = results.series, results.checks
+    assert series.values["paceline-shm"] == [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    assert series.sizes() == (2, 2, 2)
+    assert not check.equal
+    # Judged with all launches: by one of them alone it would be missed.
+    (verdict,) = results.verdicts()
+    assert verdict.ratio is not None
+    assert (verdict.ratio.value, verdict.word) == (0.5, "unclear")
 
 
 @pytest.mark.parametrize(
