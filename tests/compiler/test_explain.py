@@ -10,6 +10,7 @@ from torch import nn
 
 import paceline
 from paceline import DDP
+from paceline.compiler import tap
 from tests.compiler._compare import batch, plain_step, stack
 from tests.compiler.test_entries import Broken
 
@@ -39,6 +40,19 @@ def test_a_whole_graph(ranks):
         assert 0 < found.started_bytes() < found.total_bytes
         assert "1 graph(s) report gradients, 0 graph break(s)" in str(found)
         assert "starts before backward ends" in str(found)
+
+
+def _wide(rank, size):
+    """Layers whose weights are large, and whose biases are nothing beside them."""
+    ddp = DDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
+    reducer = tap.owner_of(ddp.module[0].weight)
+    groups = tap.group(reducer, ddp.parameters())
+    return [[reducer.slots.of(param).name for param in members] for members in groups]
+
+
+def test_a_bias_is_reported_with_its_weight(ranks):
+    for taps in ranks(_wide):
+        assert taps == [[f"{n}.bias", f"{n}.weight"] for n in (3, 2, 1, 0)]
 
 
 def test_breaks_and_their_reasons(ranks):

@@ -1,11 +1,11 @@
 """Parameters whose gradients a compiled backward reports together.
 
 [Note: taps are not buckets]
-A tap is what a graph knows: some parameters that are next to each other in the plan's order, up to a part of the
-whole (at most ``MAX_TAP_BYTES``), or one that is larger. A bucket is what the reducer knows. A tap reports when its
-last gradient exists, and the reducer counts what is left of each bucket, as with gradients that autograd brings.
-So a graph is the same whatever the bucket size is, and whatever becomes of the plan later: nothing has to be
-compiled again when the plan is rebuilt, and caches hit for any bucket size.
+A tap is what a graph knows: some parameters that are next to each other in the plan's order, as many as it takes to
+make a part of the whole (at most ``MAX_TAP_BYTES``, and what the last of them has in excess). A bucket is what the
+reducer knows. A tap reports when its last gradient exists, and the reducer counts what is left of each bucket, as with
+gradients that autograd brings. So a graph is the same whatever the bucket size is, and whatever becomes of the plan
+later: nothing has to be compiled again when the plan is rebuilt, and caches hit for any bucket size.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def group(reducer: Reducer, params: Iterable[Tensor]) -> list[list[Tensor]]:
     inside = [param for param in params if index_of[id(param)] in place]
     inside.sort(key=lambda param: place[index_of[id(param)]])
     groups: list[list[Tensor]] = []
-    size_bytes = 0
     limit_bytes = min(MAX_TAP_BYTES, reducer.plan.size_bytes // TAPS)
+    size_bytes = limit_bytes
     for param in inside:
-        own_bytes = param.numel() * param.element_size()
-        if not groups or size_bytes + own_bytes > limit_bytes:
+        # A large one comes into the same tap as the small ones before it, its bias say: taps cost compile time.
+        if size_bytes >= limit_bytes:
             groups.append([])
             size_bytes = 0
         groups[-1].append(param)
-        size_bytes += own_bytes
+        size_bytes += param.numel() * param.element_size()
     return groups
 
 
