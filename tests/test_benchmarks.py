@@ -92,7 +92,7 @@ def test_quick_buckets_compare_both_classes(tmp_path: Path) -> None:
     (size,) = json.loads((tmp_path / "buckets.json").read_text())["sizes"]
     ours = size["paceline"]
     assert ours["graphs"] == 1
-    assert ours["compile_s"] > min(ours["step_s"]) > 0
+    assert min(ours["compile_s"]) > min(ours["step_s"]) > 0
     # Each of the three layers has a bucket, and the last one leaves at the end.
     assert 0 < ours["started"] <= 2 / 3 + 1e-6
     assert "error" in size["torch"] or size["torch"]["graphs"] > 1
