@@ -241,7 +241,7 @@ class Backward:
         for bucket in layout.buckets:
             tail = None
             if bucket is layout.buckets[-1] and courier.can_carry_status(bucket):
-                tail = bucket.slots[0].param.new_empty(layout.status_code.numel)
+                tail = bucket.slots[0].local.new_empty(layout.status_code.numel)
                 layout.status_code.write(self._local_status(), tail)
             grads, numbers = average_with_graph(bucket, self.step.scale, reduce, tail)
             averaged.append((bucket, grads))
@@ -273,7 +273,7 @@ class Backward:
         )
 
     def _start_status(self) -> tuple[Tensor, Finish]:
-        device = self._courier.status_device(self._layout.slots[0].param.device)
+        device = self._courier.status_device(self._layout.slots[0].local.device)
         numbers = torch.empty(self._layout.status_code.numel, dtype=torch.float64, device=device)
         self._layout.status_code.write(self._local_status(), numbers)
         return numbers, self._courier.start_status(numbers)

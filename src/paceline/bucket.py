@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from paceline import _torch
 from paceline.plan import BucketSpec
+from paceline.portion import Portion
 
 # Gradients up to this size are copied into the bucket together when it leaves: one call for many. Larger
 # ones are copied (and scaled in the same pass) as they come, so that their memory is free at once.
@@ -67,6 +68,7 @@ class Slot:
         "filled",
         "index",
         "late",
+        "leaf",
         "name",
         "owned",
         "param",
@@ -79,7 +81,10 @@ class Slot:
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.name = name
-        self.param = param
+        self.leaf = param
+        """The parameter as autograd and the user know it."""
+        self.param: Tensor | Portion = Portion(param) if _torch.is_dtensor(param) else param
+        """What has its gradient: itself, or what stands for it where it is distributed."""
         self.index = self.place = -1
         """The number among all parameters, and among the trainable ones of the plan."""
         self.bucket = -1
@@ -106,10 +111,15 @@ class Slot:
         self.late: Tensor | None = None
         self.saved: Tensor | None = None
 
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of the parameter."""
+        return self.param.local if isinstance(self.param, Portion) else self.param
+
     def node(self) -> Node:
         """Where autograd accumulates the gradient. Kept: asking for it costs more than what it is asked for."""
         if self.accumulator is None:
-            self.accumulator = _torch.accumulate_grad_node(self.param)
+            self.accumulator = _torch.accumulate_grad_node(self.leaf)
         return self.accumulator
 
     def absorb(self, scale: float, factor: Tensor | None = None) -> bool:
@@ -159,7 +169,7 @@ class Slot:
             if self.base is not None and view is not None:
                 view.add_(self.base)
             if self.steps_in_backward:
-                for optimizer in _torch.optimizers_of(param):
+                for optimizer in _torch.optimizers_of(self.leaf):
                     optimizer.step()
                 param.grad = None
         elif self.saved is not None:
@@ -217,13 +227,13 @@ class Bucket:
         """Make the flat buffer, with ``tail_numel`` extra elements behind the gradients."""
         if self.spec.sparse:
             return
-        first = self.slots[0].param
+        first = self.slots[0].local
         numel = self.spec.numel
         self.flat = allocator(numel + tail_numel, first.dtype, first.device)
         self.payload = self.flat[:numel]
         self.tail = self.flat[numel:] if tail_numel else None
         for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
-            slot.view = _alias(self.flat, offset, slot.param)
+            slot.view = _alias(self.flat, offset, slot.local)
         self._runs = self._deferred_runs()
         self._views = [slot.view for slot in self.slots]
         self._users_at_rest = _torch.storage_users(self.flat)
@@ -264,7 +274,7 @@ class Bucket:
             elif not slot.deferred and start is not None:
                 runs.append(self.flat[start:offset])
                 start = None
-            end = offset + slot.param.numel()
+            end = offset + slot.local.numel()
         if start is not None:
             runs.append(self.flat[start:end])
         return runs
@@ -347,13 +357,13 @@ class GradBucket:
         buffer, start = self._buffer, self._buffer.storage_offset()
         slots, offsets = self._bucket.slots, self._bucket.spec.offsets
         return [
-            buffer.as_strided(slot.param.shape, dense_stride(slot.param), start + offset)
+            buffer.as_strided(slot.local.shape, dense_stride(slot.local), start + offset)
             for slot, offset in zip(slots, offsets, strict=True)
         ]
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of :meth:`gradients`."""
-        return [slot.param for slot in self._bucket.slots]
+        """The parameters, or what this rank holds of them, in the order of :meth:`gradients`."""
+        return [slot.local for slot in self._bucket.slots]
 
     def is_last(self) -> bool:
         """Whether this is the last bucket of the backward."""

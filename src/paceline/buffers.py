@@ -158,7 +158,7 @@ class BufferSync:
                     found[id(buffer)] = Place(name, buffer, [])
                 found[id(buffer)].holders.append((holder, key))
         self._places = list(found.values())
-        self._buffers = [place.buffer for place in self._places]
+        self._buffers = [_torch.local_tensor(place.buffer) for place in self._places]
         self._layouts: list[Any] = []
         self._packings: list[Packing] = []
 
@@ -220,9 +220,12 @@ class BufferSync:
         """Put new tensors with the values of the message in the place of the old ones."""
         values = dict(zip(map(id, packing.tensors), packing.places, strict=True))
         for place in self._places:
-            if id(place.buffer) in values:
+            local = _torch.local_tensor(place.buffer)
+            if id(local) in values:
                 with torch.inference_mode(False):
-                    renewed = torch.empty_like(place.buffer).copy_(values[id(place.buffer)])
+                    renewed = torch.empty_like(local).copy_(values[id(local)])
+                    if local is not place.buffer:
+                        renewed = _torch.wrap_local(renewed, place.buffer)
                 for holder, key in place.holders:
                     holder[key] = renewed
 

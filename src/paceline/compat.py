@@ -231,7 +231,7 @@ class TorchNames:
 
     def _register_fused_optim(self: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step each parameter as soon as its gradient is reduced."""
-        params = optim_params if optim_params is not None else self.parameters()
+        params = [*map(_torch.local_tensor, self.parameters() if optim_params is None else optim_params)]
         _torch.overlapped_optimizer(optim, params, *args, **kwargs).register_ddp(self)
 
     def _check_comm_hook(self: Any, hook: Any) -> None:

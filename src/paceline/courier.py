@@ -40,7 +40,7 @@ class Courier:
 
     def can_carry_status(self, bucket: Bucket) -> bool:
         """[Note: the last bucket carries the status]: whether this one could."""
-        param = bucket.slots[0].param
+        param = bucket.slots[0].local
         return (
             self.hook is None
             and self.reduce_dtype is None
@@ -112,6 +112,6 @@ class Courier:
 
 
 def _no_rows(slot: Slot) -> Tensor:
-    index = torch.empty((1, 0), dtype=torch.long, device=slot.param.device)
-    values = slot.param.new_empty((0, *slot.param.shape[1:]))
-    return torch.sparse_coo_tensor(index, values, slot.param.shape, check_invariants=False)
+    index = torch.empty((1, 0), dtype=torch.long, device=slot.local.device)
+    values = slot.local.new_empty((0, *slot.local.shape[1:]))
+    return torch.sparse_coo_tensor(index, values, slot.local.shape, check_invariants=False)

@@ -71,7 +71,7 @@ class StandIns:
 
 def can_be_taken(slot: Slot) -> bool:
     """Whether nobody but the reducer is to see this gradient."""
-    param = slot.param
+    param = slot.leaf
     if not slot.owned or slot.view is None or _torch.has_tensor_hooks(param):
         return False
     hooks = _torch.post_accumulate_hooks(param)

@@ -39,14 +39,14 @@ def average_with_graph(
     parts = []
     for slot in bucket.slots:
         grad = slot.param.grad if slot.owned else None
-        parts.append(_flatten(grad if grad is not None else torch.zeros_like(slot.param), slot.param))
+        parts.append(_flatten(grad if grad is not None else torch.zeros_like(slot.local), slot.local))
     with torch.enable_grad():
         flat = torch.cat(parts) * scale
         if tail is not None:
             flat = torch.cat([flat, tail])
         flat = SumAcrossRanks.apply(flat, reduce)
         grads = [
-            _unflatten(flat, offset, slot.param) for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True)
+            _unflatten(flat, offset, slot.local) for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True)
         ]
     total = None if tail is None else flat.detach()[-tail.numel() :]
     return grads, total

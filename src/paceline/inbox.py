@@ -72,7 +72,7 @@ class Inbox:
             self._handles.pop(key).remove()
         for key, slot in slots.items():
             if key not in self._handles:
-                self._handles[key] = slot.param.register_post_accumulate_grad_hook(self.hook(slot))
+                self._handles[key] = slot.leaf.register_post_accumulate_grad_hook(self.hook(slot))
 
     def stop_listening(self) -> None:
         _remove_all(self._handles)

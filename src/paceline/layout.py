@@ -74,7 +74,7 @@ class Layout:
             scaled_at_end = bucket.spec.numel <= SMALL_BUCKET_NUMEL
             for slot in bucket.slots:
                 slot.bucket = bucket.spec.index
-                small = copy_in_batches or slot.param.numel() <= limit
+                small = copy_in_batches or slot.local.numel() <= limit
                 slot.deferred = (small or scaled_at_end) and not bucket.spec.sparse
                 slot.prompt = not small or bucket.spec.sparse
             # The gradient that completes a bucket, going by the order seen so far.
@@ -83,16 +83,16 @@ class Layout:
 
     def used_ids(self) -> set[int]:
         """The parameters (by id) that got a gradient since the last synchronisation."""
-        return {id(slot.param) for slot in self.slots if self.ledger.used[slot.place]}
+        return {id(slot.leaf) for slot in self.slots if self.ledger.used[slot.place]}
 
     def mark_used(self, param_ids: set[int]) -> None:
-        self.ledger.used = [float(id(slot.param) in param_ids) for slot in self.slots]
+        self.ledger.used = [float(id(slot.leaf) in param_ids) for slot in self.slots]
 
     def take_optimizers(self) -> None:
         """Optimizers that run in backward are to find the averaged gradient: from now on we call them."""
         self.optimizers_taken = _torch.optimizers_in_backward()
         for slot in self.slots:
-            slot.steps_in_backward = _torch.take_optimizers_in_backward(slot.param)
+            slot.steps_in_backward = _torch.take_optimizers_in_backward(slot.leaf)
 
     def share(self, allocate: Callable[[int], Tensor | None]) -> None:
         """Move the buckets into memory that the ranks share: a collective, once in the life of a layout.
@@ -101,10 +101,10 @@ class Layout:
         """
         self.sharing_is_settled = True
         dense = [bucket for bucket in self.buckets if not bucket.spec.sparse]
-        if any(bucket.slots[0].param.device.type != "cpu" for bucket in dense):
+        if any(bucket.slots[0].local.device.type != "cpu" for bucket in dense):
             return
         numel_of = {bucket: bucket.spec.numel + self._tail_numel(bucket) for bucket in dense}
-        size_bytes = sum(aligned(numel * bucket.slots[0].param.dtype.itemsize) for bucket, numel in numel_of.items())
+        size_bytes = sum(aligned(numel * bucket.slots[0].local.dtype.itemsize) for bucket, numel in numel_of.items())
         block = allocate(size_bytes) if size_bytes else None
         if block is None:
             return

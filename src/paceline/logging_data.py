@@ -59,7 +59,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
 
 def _construction(ddp: DistributedDataParallel) -> dict[str, Any]:
     reducer = ddp._reducer
-    params = [slot.param for slot in reducer.trainable()]
+    params = [slot.local for slot in reducer.trainable()]
     dtypes = sorted({_CPP_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in params})
     return {
         "world_size": reducer.channel.size,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.profiler import record_function
 
-from paceline import _torch, compiler, hooks, ownership
+from paceline import _torch, compiler, hooks, ownership, portion
 from paceline.arguments import Arguments
 from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
 from paceline.compat import TorchNames, register_as_torch_s_class
@@ -149,8 +149,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             buffer_policy=replace(self.arguments.buffer_policy, before_forward=self.forward_sync_buffers),
         )
 
-    def _read_roster(self) -> Roster:
-        return Roster(self.module, ignored=frozenset(self.parameters_to_ignore), delayed=self.arguments.delay.names)
+    def _read_roster(self, group: dist.ProcessGroup | None = None) -> Roster:
+        ignored = frozenset(self.parameters_to_ignore)
+        roster = Roster(self.module, ignored=ignored, delayed=self.arguments.delay.names)
+        portion.check_group(roster.specs, roster.params, group or self.process_group)
+        return roster
 
     def _check_roster(self, roster: Roster) -> None:
         if not any(spec.requires_grad for spec in roster.specs):
@@ -173,6 +176,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 ddp._mark.renew()
             return newer
 
+        def compare() -> None:
+            ddp = module_ref()
+            assert ddp is not None
+            ddp._compare(ddp.channel, ddp._reducer.roster)
+
         arguments = self._arguments_now()
         ignored = frozenset(self.parameters_to_ignore)
         self._buffer_sync = BufferSync(self.module, ignored=ignored)
@@ -182,6 +190,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._reducer = Reducer(
             roster, group=self.process_group, channel=channel, options=arguments.reducer_options(), reread=reread
         )
+        if not verify:
+            self._reducer.compare = compare
         self._verifier: Verifier | None = None
         if arguments.verify_every and channel.size > 1:
             device = self._reducer.courier.status_device(roster.params[0].device)
@@ -213,7 +223,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Overwrite ``tensors`` on all ranks with rank ``source``'s (its number in this group)."""
         if self._reducer.channel.size > 1 and tensors:
             broadcast_in_place(
-                tensors,
+                list(map(_torch.local_tensor, tensors)),
                 source=source,
                 group=self.process_group,
                 channel=self._reducer.channel,
@@ -475,6 +485,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def sync_buffers(self, *, source: int = 0) -> None:
         """Give all ranks the buffers of rank ``source`` (its number in this group)."""
+        self._reducer.compare_if_due()
         self._buffer_sync.broadcast(
             source=source,
             group=self.process_group,
@@ -546,7 +557,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._reducer.check_idle("The process group was changed")
         group = choose_group(group, None)
         channel = Channel(group)
-        self._compare(channel, self._read_roster())
+        self._compare(channel, self._read_roster(group))
         self.process_group = group
         self._reducer.move_to(group, channel)
 

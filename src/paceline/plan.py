@@ -45,6 +45,8 @@ class ParameterSpec(NamedTuple):
     """The gradient is a sparse tensor (``nn.Embedding(sparse=True)``)."""
     delayed: bool = False
     """Reduced after all others (``delay_all_reduce_named_params``)."""
+    placement: str = ""
+    """Of what the shape is this rank's part, and which ([Note: portions] in portion.py); empty: it is the whole."""
 
     @property
     def numel(self) -> int:
@@ -65,6 +67,7 @@ class ParameterSpec(NamedTuple):
             self.requires_grad,
             self.sparse,
             self.delayed,
+            self.placement,
         ]
 
 

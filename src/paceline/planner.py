@@ -134,7 +134,7 @@ class Planner:
 
     def _order_of_rank_0(self, order: list[int]) -> list[int]:
         courier = self._courier
-        device = courier.status_device(self.layout.slots[0].param.device)
+        device = courier.status_device(self.layout.slots[0].local.device)
         shared = torch.tensor(order, dtype=torch.int64, device=device)
         courier.channel.progress.start("broadcast", "the order of buckets", shared)
         work = dist.broadcast(shared, group_src=0, group=courier.group, async_op=True)

@@ -26,6 +26,7 @@ from paceline.inbox import Inbox
 from paceline.ledger import Ledger
 from paceline.plan import BucketPlan
 from paceline.planner import Planner
+from paceline.portion import Portion
 from paceline.roster import Roster
 from paceline.slots import Slots
 from paceline.step import ForwardToken, Phase, ReducerOptions, Step
@@ -58,6 +59,8 @@ class Reducer:
         """Entered when a backward begins and left when it has ended, in whatever way."""
         self.before_sync: Callable[[], None] | None = None
         """Called when a synchronised backward begins, before it communicates anything (``join``)."""
+        self.compare: Callable[[], None] | None = None
+        """Called once, before the first collective of ranks that did not compare what they have at the start."""
         self.on_finish: list[Callable[[], None]] = []
         """Called once, when a synchronised backward is complete (buffer hooks' futures)."""
         self.verify: Callable[[int, Channel, bool], None] | None = None
@@ -192,6 +195,8 @@ class Reducer:
         self.weighing.notice(self._inbox.peek())
         if syncing and self.before_sync is not None:
             self.before_sync()
+        if syncing:
+            self.compare_if_due()
         if syncing and self.roster.changed():
             self.adopt(self.planner.agree_on_change(step=self.telemetry.steps))
         if syncing:
@@ -229,6 +234,12 @@ class Reducer:
             backward.expect(unused=unused or frozenset())
         return backward
 
+    def compare_if_due(self) -> None:
+        """Raise on all ranks if they differ in what they are about to exchange, and have not looked yet."""
+        if self.compare is not None:
+            self.compare()
+            self.compare = None
+
     def _is_training(self) -> bool:
         """Whether a backward that did not come through the wrapper's forward is one of training.
 
@@ -250,7 +261,7 @@ class Reducer:
 
     def announce(self, slot: Slot) -> None:
         """Say that a slot's gradient is ready, as autograd does; for who drives backward in another way."""
-        self._inbox.hook(slot)(slot.param)
+        self._inbox.hook(slot)(slot.leaf)
 
     def gradients_ready(self) -> None:
         """Look at what is in the inbox."""
@@ -278,6 +289,8 @@ class Reducer:
         slot, layout = self.slots.of(param), self.planner.layout
         if not self.active:
             return "there is one rank only"
+        if isinstance(slot.param, Portion):
+            return "it is a DTensor, whose gradient is brought to its placement first"
         if slot.bucket < 0:
             return "no rank used it in the first step (skip_all_reduce_unused_params)"
         if layout.buckets[slot.bucket].spec.sparse:
@@ -393,6 +406,7 @@ class Reducer:
         """Take part in the others' synchronisation with nothing to add (a rank that has run out of inputs)."""
         self.check_usable()
         self.channel.step = self.telemetry.steps
+        self.compare_if_due()
         self.planner.rebuild_if_due()
         # Whatever its gradients hold stays out of the sum.
         for slot in self.trainable():

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from paceline import _torch
 from paceline.errors import StateError
 from paceline.plan import ParameterSpec
+from paceline.portion import check_placement, describe_placement
 
 # The attribute that torch's `_set_params_and_buffers_to_ignore_for_model` leaves on a module.
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
-SPEC_FIELDS = ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed"]
+SPEC_FIELDS = ["name", "shape", "stride", "dtype", "device type", "requires_grad", "sparse", "delayed", "placement"]
 
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
@@ -104,23 +106,22 @@ class Roster:
                 f"Parameter {name!r} has no shape yet (lazy module). Run one forward of the bare module on a "
                 "dummy batch before wrapping it, so that every rank knows its shapes."
             )
+        placement = ""
+        local = param
         if hasattr(param, "__tensor_flatten__"):
-            # The protocol of tensors made of other tensors: their elements are not this tensor's to send.
-            raise StateError(
-                f"Parameter {name!r} is a {type(param).__name__}, which holds its values in other tensors; only plain "
-                "tensors are averaged. Leave it out with "
-                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)."
-            )
+            check_placement(name, param)
+            local, placement = _torch.local_tensor(param), describe_placement(param)
         return ParameterSpec(
             name,
-            tuple(param.shape),
-            param.stride(),
+            tuple(local.shape),
+            local.stride(),
             _name(param.dtype),
             param.element_size(),
             _name(param.device),
             param.requires_grad,
             sparse,
             delayed,
+            placement,
         )
 
     def changed(self) -> bool:

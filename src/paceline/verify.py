@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline import _torch
 from paceline.control import Channel
 from paceline.control.digest import combine, digest
 from paceline.control.replicas import NO_OPINION, Difference, Item, compare
-from paceline.errors import ReplicaMismatchError
+from paceline.errors import ReplicaMismatchError, StateError
 from paceline.options import choose_group
 
 PARAMETER, BUFFER, OPTIMIZER, GRADIENT, GIVEN = (
@@ -196,4 +197,9 @@ def _parts_of(model: nn.Module) -> tuple[Channel, nn.Module, frozenset[str]]:
 
     if isinstance(model, DistributedDataParallel):
         return model.channel, model.module, frozenset(model.parameters_to_ignore)
+    if any(map(_torch.is_dtensor, model.parameters())):
+        raise StateError(
+            "This module has DTensor parameters, of which ranks hold different parts: only ranks of a wrapper's group "
+            "can be compared. Give the wrapper instead of its module."
+        )
     return Channel(choose_group(None, None)), model, frozenset()

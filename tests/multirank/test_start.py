@@ -87,6 +87,32 @@ def test_init_sync_off(ranks):
     ranks(_no_init_sync)
 
 
+def _differs_without_init_sync(rank, world_size):
+    """Found before the first exchange of gradients, or of buffers, whichever comes first."""
+    shapes = DDP(nn.Linear(4, 2 + rank), init_sync=False)
+    with pytest.raises(ParameterMismatchError, match=r"'weight': shape is \[2, 4\] on rank 0 and \[3, 4\] on rank 1"):
+        shapes(torch.ones(1, 4)).sum().backward()
+    buffers = nn.Linear(4, 2)
+    buffers.register_buffer("table", torch.zeros(2 + rank))
+    buffers = DDP(buffers, init_sync=False)
+    with pytest.raises(ParameterMismatchError, match="table"):
+        buffers(torch.ones(1, 4))
+    # The group is as it was.
+    ddp = DDP(nn.Linear(4, 2), init_sync=False)
+    with ddp.join():
+        # Rank 0 has no inputs at all: it looks when the other one does.
+        for _ in range(rank):
+            ddp(torch.ones(1, 4)).sum().backward()
+    ddp.zero_grad()
+    ddp(torch.ones(1, 4)).sum().backward()
+    assert ddp.module.bias.grad.tolist() == [1.0, 1.0]
+
+
+@ours_only
+def test_differences_are_found_without_init_sync(ranks):
+    ranks(_differs_without_init_sync)
+
+
 def _common_rank_0_of_group(rank, world_size):
     """In a subgroup, the source is the first rank of the group, not global rank 0."""
     torch.manual_seed(rank)
@@ -355,6 +381,10 @@ def _tensor_parallel(rank, world_size):
     model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh))
     with pytest.raises(StateError, match=r"1\.weight.*DTensor"):
         DDP(model)
+    other = nn.Linear(4, 2)
+    other.weight.__tensor_flatten__ = lambda: None  # the protocol of tensors made of other tensors
+    with pytest.raises(StateError, match=r"'weight' is a Parameter, which holds its values in other tensors"):
+        DDP(other)
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
     ddp = DDP(model)
     ddp.module[0](batch(rank).float()).sum().backward()

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from paceline import _torch
+
 _COLUMNS = 1024
 # Odd, as far from each other as 64-bit numbers are; multiplication wraps.
 _ROW, _COLUMN, _TAIL, _MORE = (
@@ -23,7 +25,11 @@ _ROW, _COLUMN, _TAIL, _MORE = (
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit number of the bytes, as a tensor of no dimensions on the same device."""
+    """A 64-bit number of the bytes, as a tensor of no dimensions on the same device.
+
+    Of a DTensor those of what this rank holds of it.
+    """
+    tensor = _torch.local_tensor(tensor)
     words, rest = _as_words(tensor)
     rows = words.numel() // _COLUMNS
     table = words[: rows * _COLUMNS].view(rows, _COLUMNS)

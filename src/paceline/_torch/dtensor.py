@@ -1,0 +1,43 @@
+"""DTensors: their local tensors as they are, where the public ways make new ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from torch import Tensor
+
+from paceline._torch.c10d import settle_async_tensor
+
+DTensor = Any
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Asked without an import, which takes long: without it there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The very tensor that a DTensor holds, complete; others as they are.
+
+    ``to_local()`` makes a new one at each call, even without gradients; which tensor it is tells us whether a gradient
+    lives in its bucket.
+    """
+    return settle_async_tensor(tensor._local_tensor) if is_dtensor(tensor) else tensor
+
+
+def wrap_local(local: Tensor, like: DTensor) -> Tensor:
+    """A DTensor around this very tensor, placed as ``like`` is; ``DTensor.from_local`` takes a view of it."""
+    return type(like)(local, like._spec, requires_grad=False)
+
+
+def has_partial_placement(tensor: DTensor) -> bool:
+    """Whether its value is the sum (or so) of what ranks hold."""
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
+def mesh_ranks(tensor: DTensor) -> Sequence[int]:
+    """The global ranks over which a DTensor is distributed, this one among them."""
+    return tensor.device_mesh.mesh.flatten().tolist()
