@@ -496,7 +496,7 @@ def _wait_for_a_failed_rank(rank: int, size: int, kind: str) -> str:
             start = time.monotonic()
             with pytest.raises(PeerFailedError) as caught:
                 _wait_for(line, work, kind)
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < 60
             assert caught.value.rank == 1
             told = str(caught.value)
             # Nobody takes part in it any more: let the other rank know in its own time.

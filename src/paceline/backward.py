@@ -205,6 +205,7 @@ class Backward:
             divided_by = courier.size if courier.hook is not None else 1
             factor = self._weighing.factor(status, n_ranks=courier.size, divided_by=divided_by)
             if factor is not None:
+                self._weighing.warn_of_overflow(layout.buckets, courier.reduce_dtype)
                 multiply(layout.buckets, factor)
             plain = not (self._slots.shared or layout.optimizers_taken or factor is not None or self._weighing.apart)
             hand_out(layout.slots, None if plain and layout.status_code.is_usual(status) else status.used)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.bucket import Slot
+from paceline.bucket import Bucket, Slot
 from paceline.errors import BadArgumentError, BadTypeError, DisagreementError, StateError
 from paceline.status import Status
 
@@ -29,6 +30,7 @@ class Weighing:
         self._adds_to_kept = False
         self._fresh: set[Slot] = set()
         self._mixed: list[Slot] = []
+        self._warned = False
 
     @property
     def active(self) -> bool:
@@ -139,6 +141,27 @@ class Weighing:
             return None
         # No weight at all anywhere: no gradient.
         return divided_by / status.weight if status.weight else 0.0
+
+    def warn_of_overflow(self, buckets: Sequence[Bucket], sent_as: torch.dtype | None) -> None:
+        """Say once that gradients, which travelled in float16, were too large for it once they were weighed.
+
+        ``sent_as`` is the dtype in which buckets travel; None: their own. What the sum of the weights is, by which they
+        could have been divided, is known only when they have come back.
+        """
+        if self._warned or not self._weighed:
+            return
+        for bucket in buckets:
+            payload = bucket.payload
+            if payload is None or (sent_as or payload.dtype) is not torch.float16 or payload.isfinite().all():
+                continue
+            self._warned = True
+            warnings.warn(
+                f"A gradient in {bucket.describe()} is infinite or not a number after weighted(): in float16, in which "
+                "it travels, weight times gradient has to be less than 65504. Unless it was so before, weigh by a "
+                "fraction, such as weighted(n / 1024): only the ratio of the weights matters.",
+                stacklevel=2,
+            )
+            return
 
 
 def as_weight(weight: object) -> float:

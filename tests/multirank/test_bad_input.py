@@ -300,7 +300,7 @@ def _use_after_error(rank, world_size):
         start = time.monotonic()
         with pytest.raises(PacelineError) as caught:
             ddp(batch(rank).float()).sum().backward()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60  # the group's time-out is 600
         texts.append(str(caught.value))
     # The inner module still works by itself, as does saving what there is.
     model.state_dict()

@@ -112,7 +112,13 @@ def _until_told() -> None:
     _store().wait(["told"], timedelta(seconds=120))
 
 
+def _until_stuck() -> None:
+    _store().wait(["stuck"], timedelta(seconds=120))
+
+
 def _get_stuck(how: str, ddp: DDP) -> None:
+    # The others wait for this first, so that they do not look before there is something to see.
+    _store().set("stuck", "")
     match how:
         case "loader":
             next(iter(DataLoader(_Slow())))
@@ -125,12 +131,18 @@ def _get_stuck(how: str, ddp: DDP) -> None:
             ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
 
-def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
-    with mock.patch.object(hang, "_settings", HangWatch(mode, 1.0)):
-        ddp = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucket_cap_mb=0.00005)
+def _start_watching(ddp: DDP, watch: HangWatch) -> None:
+    """Train two steps, and only then watch: a slow start is no hang."""
     for _ in range(2):
         # The second one begins by agreeing on the order of buckets.
         ddp(torch.ones(1, 4)).sum().backward()
+    dist.barrier()
+    ddp.channel.hang = watch
+
+
+def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
+    ddp = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucket_cap_mb=0.00005)
+    _start_watching(ddp, HangWatch(mode, 1.0))
     if rank == 1:
         if how == "parted":
             with pytest.raises(RankLostError):
@@ -140,6 +152,7 @@ def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
         if how == "loader":
             ddp(torch.ones(1, 4)).sum().backward()
         return {}
+    _until_stuck()
     record = read_file(_directory(ddp.channel) / "wrapper1.rank1")
     assert record is not None
     told, seen = "", io.StringIO()
@@ -249,13 +262,13 @@ def test_a_collective_that_the_user_called_and_that_does_not_end(ranks: Ranks) -
 
 def _one_of_four(rank: int, size: int) -> str:
     """Three ranks wait for one, and ask where the others are at the same time."""
-    with mock.patch.object(hang, "_settings", HangWatch("enforce", 1.0)):
-        ddp = DDP(nn.Linear(4, 2))
-    for _ in range(2):
-        ddp(torch.ones(1, 4)).sum().backward()
+    ddp = DDP(nn.Linear(4, 2))
+    # Longer than one of the three may be late.
+    _start_watching(ddp, HangWatch("enforce", 3.0))
     if rank == 2:
         _get_stuck("loader", ddp)
         return ""
+    _until_stuck()
     try:
         # Patient, so that a slow machine is not taken for a rank that does not answer.
         with mock.patch.object(hang, "ANSWER_S", 20.0):

@@ -27,7 +27,8 @@ from ._ddp import (
 )
 
 # Healthy ranks must hear of a failure within this, though the group's own time-out is minutes.
-HEARD_WITHIN_S = 5
+# Not the promise, which is for a machine that is not busy: the soak holds it to that.
+HEARD_WITHIN_S = 30
 
 
 def _mlp():
@@ -466,7 +467,7 @@ def test_a_rank_whose_process_ends_is_an_error_on_the_others(ranks):
     assert healthy["peer"], healthy
     # Who it was is not always known: a closed connection does not say whose it was.
     assert healthy["rank"] in (1, None)
-    assert healthy["took_s"] < 2 * HEARD_WITHIN_S
+    assert healthy["took_s"] < HEARD_WITHIN_S
 
 
 # -- different parameters ------------------------------------------------------------------------------------

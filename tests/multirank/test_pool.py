@@ -153,8 +153,8 @@ def test_world_size_out_of_range_is_refused(rank_pool):
 def test_a_trivial_run_is_quick(rank_pool):
     rank_pool.run(_pid)
     best = min(_timed(rank_pool) for _ in range(10))
-    # Set-up and tear-down of a gloo group; around 20 ms on an idle machine.
-    assert best < 0.1
+    # Set-up and tear-down of a gloo group, around 20 ms on an idle machine: processes that import torch take seconds.
+    assert best < 1
 
 
 def _timed(pool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -406,6 +407,32 @@ def _weighted_unused(rank, world_size):
 @ours_only
 def test_weighted_with_parameters_used_on_one_rank_only(ranks):
     ranks(_weighted_unused)
+
+
+def _weighted_beyond_float16(rank, world_size, dtype, reduce_dtype):
+    precision = _MixedPrecision(reduce_dtype=reduce_dtype) if reduce_dtype else None
+    ddp = DDP(nn.Linear(1, 1, bias=False).to(dtype), mixed_precision=precision)
+    param = ddp.module.weight
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # A fraction is fine; the gradient is 100 on each rank.
+        for weight in (4, 4096, 4096):
+            with ddp.weighted(weight):
+                ddp(torch.full((1, 1), 100.0, dtype=dtype)).sum().backward()
+            assert param.grad.item() == (100.0 if weight == 4 else float("inf"))
+            ddp.zero_grad()
+    (told,) = caught
+    return str(told.message)
+
+
+@ours_only
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype"), [(torch.float16, None), (torch.float32, torch.float16)], ids=["params", "reduction"]
+)
+def test_weights_too_large_for_float16_are_told_once(ranks, dtype, reduce_dtype):
+    for text in ranks(_weighted_beyond_float16, dtype, reduce_dtype):
+        assert "bucket 0 (weight)" in text
+        assert "weighted(n / 1024)" in text
 
 
 def _only_one_rank_weighs(rank, world_size):

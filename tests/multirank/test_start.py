@@ -221,7 +221,7 @@ def test_mismatch_names_the_parameter_and_the_rank_on_every_rank(ranks, kind):
     for text, took_s in ranks(_mismatch, kind, 1):
         assert MISMATCHES[kind][1] in text
         assert "rank 1" in text.lower()
-        assert took_s < 30  # the group's time-out is 300
+        assert took_s < 60  # the group's time-out is 300
 
 
 @ours_only
@@ -283,7 +283,7 @@ def test_when_wrapping_fails_on_one_rank_the_other_does_not_wait_for_ever(ranks)
     (waiting, took_s), (refused, _) = ranks(_one_rank_refuses, group_timeout_s=600)
     assert refused == "BadArgumentError"
     assert waiting == "PeerFailedError"
-    assert took_s < 10
+    assert took_s < 60
 
 
 # -- ignored parameters --------------------------------------------------------------------------------------

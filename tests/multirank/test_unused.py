@@ -302,7 +302,7 @@ def _loss_past_the_parameters(rank, world_size, options):
 @ours_only
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
 def test_a_loss_of_an_output_that_leads_to_no_parameter(ranks, options):
-    ranks(_loss_past_the_parameters, options, group_timeout_s=20)
+    ranks(_loss_past_the_parameters, options, group_timeout_s=60)
 
 
 class _AsNamedTuple(NamedTuple):
@@ -374,4 +374,4 @@ def _packed(rank, world_size, pack):
     ids=lambda pack: pack.__name__,
 )
 def test_a_rank_that_uses_no_parameter_may_pack_its_outputs(ranks, pack):
-    ranks(_packed, pack, group_timeout_s=20)
+    ranks(_packed, pack, group_timeout_s=60)
