@@ -3,7 +3,8 @@
 The layout, in the order in which data flows:
 
 - ``plan``: parameters -> :class:`BucketPlan`, pure values
-- ``roster``: which parameters of a module take part, and whether that has changed
+- ``roster``: which parameters of a module take part, and whether that has changed; ``portion``: this rank's part of one
+  that is a DTensor
 - ``bucket``: flat storage that gradients live in; what a comm hook receives
 - ``exchange``: how a bucket crosses the ranks; ``status``: what ranks say with the last one
 - ``planner``: the plan in force, with ``slots`` (the parameters it is for), ``layout`` (its buckets) and ``ledger``
