@@ -6,6 +6,7 @@
 A start is the time from the first call to the end of the first backward, of the rank that takes longest, in processes
 that have compiled nothing before. Caches are empty. Ranks have a cache each, as on different hosts, or share one,
 as the ranks of a host do if nobody says otherwise: then Inductor itself keeps them from compiling a kernel twice.
+Headers that Inductor has compiled are not part of its cache, and are there before.
 Processor time is that of both ranks and of the compilers they started.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import statistics
@@ -31,6 +33,7 @@ import paceline
 from paceline.compiler import agreement
 
 from .command import Command, Found, Start
+from .models import CASES
 from .ranks import Emit
 from .settings import Sent
 
@@ -41,6 +44,7 @@ MODES = ("each", "once")
 class Settings(Sent):
     """What a run was asked to do; and, for the ranks of one start, which one it is."""
 
+    models: tuple[str, ...] = ("layers", "gpt")
     caches: tuple[str, ...] = ("own", "shared")
     layers: int = 4
     width: int = 64
@@ -49,6 +53,7 @@ class Settings(Sent):
     seed: int = 0
     world_size: int = 2
     threads: int = 1
+    model: str = ""
     mode: str = ""
     folder: str = ""
     cache: str = ""
@@ -84,12 +89,14 @@ def measure_start(settings: Settings, rank: int, emit: Emit) -> None:
     place = f"rank{rank}" if settings.cache == "own" else "all"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(settings.folder) / place)
     torch.manual_seed(settings.seed)
-    ddp = paceline.DDP(Net(settings))
+    case = CASES.get(settings.model)
+    ddp = paceline.DDP(case.build() if case else Net(settings))
     compiled = paceline.compile(ddp, once=settings.mode == "once")
-    inputs = torch.randn(8, settings.width)
+    batch = case.batch(torch.Generator().manual_seed(settings.seed)) if case else (torch.randn(8, settings.width),)
+    loss = case.loss if case else lambda model, batch: model(*batch).square().sum()
     dist.barrier()
     start = time.perf_counter()
-    compiled(inputs).square().sum().backward()
+    loss(compiled, batch).backward()
     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     processor = torch.tensor(_used_s(), dtype=torch.float64)
     grads = torch.cat([param.grad.flatten() for param in ddp.parameters() if param.grad is not None])
@@ -141,30 +148,34 @@ def on_rank(settings: Settings, rank: int, emit: Emit) -> None:
 
 
 def measure(settings: Settings, start: Start[Settings], console: Console) -> Found:
-    found: Found = {f"{mode}, {cache}": [] for cache in settings.caches for mode in MODES}
+    kinds = list(itertools.product(settings.models, settings.caches))
+    found: Found = {f"{model}, {cache}, {mode}": [] for model, cache in kinds for mode in MODES}
     for index in range(settings.rounds):
-        for cache in settings.caches:
+        for model, cache in kinds:
             modes = list(MODES)
-            random.Random(f"{settings.seed}/{index}/{cache}").shuffle(modes)
+            random.Random(f"{settings.seed}/{index}/{model}/{cache}").shuffle(modes)
             for mode in modes:
                 with tempfile.TemporaryDirectory() as folder:
-                    one = dataclasses.replace(settings, mode=mode, cache=cache, folder=folder)
-                    start(one, found[f"{mode}, {cache}"].append)
+                    one = dataclasses.replace(settings, model=model, mode=mode, cache=cache, folder=folder)
+                    start(one, found[f"{model}, {cache}, {mode}"].append)
     start(settings, found.update)
     return found
 
 
 def show(found: Found, settings: Settings, console: Console) -> None:
-    table = Table(title=f"From the first call to the end of the first backward: {settings.layers} layers, 2 ranks")
-    for heading in ("caches", "metric", "each compiles, s", "one compiles, s", "times faster"):
-        table.add_column(heading, justify="left" if heading in ("caches", "metric") else "right", no_wrap=True)
-    for cache in settings.caches:
+    table = Table(title="From the first call to the end of the first backward: 2 ranks")
+    for heading in ("model", "caches", "metric"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("each compiles, s", "one compiles, s", "times faster"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for model, cache in itertools.product(settings.models, settings.caches):
+        title = CASES[model].title if model in CASES else f"{settings.layers} {model}"
         for metric in ("seconds", "processor"):
-            each, once = ([event[metric] for event in found[f"{mode}, {cache}"]] for mode in MODES)
+            each, once = ([event[metric] for event in found[f"{model}, {cache}, {mode}"]] for mode in MODES)
             # Of the rounds' own ratios, so that a slow spell of the machine falls on both.
             ratio = statistics.median(a / b for a, b in zip(each, once, strict=True))
             middle = (f"{statistics.median(values):.1f}" for values in (each, once))
-            table.add_row(cache, metric, *middle, f"{ratio:.2f}")
+            table.add_row(title, cache, metric, *middle, f"{ratio:.2f}")
     console.print(table)
     without, with_ = (statistics.median(found["guards_us"][mode]) for mode in ("without", "with"))
     console.print(f"A call of compiled code: {without:.0f} us; in an agreement: {with_:.0f} us.")
@@ -174,7 +185,7 @@ COMMAND = Command(
     name="compiling",
     about="Compiling on one rank or on each.",
     settings=Settings(),
-    quick={"caches": ("own",), "layers": 1, "rounds": 1, "steps": 50},
+    quick={"models": ("layers",), "caches": ("own",), "layers": 1, "rounds": 1, "steps": 50},
     options=("layers", "rounds"),
     on_rank=on_rank,
     measure=measure,

@@ -105,7 +105,7 @@ def test_quick_compiling_compares_starts_and_calls(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "compiling.json").read_text())
     assert found["about"]["layers"] == 1
-    starts = [event for mode in ("each", "once") for event in found[f"{mode}, own"]]
+    starts = [event for mode in ("each", "once") for event in found[f"layers, own, {mode}"]]
     assert len(starts) == 2
     assert all(event["seconds"] > 0 and event["processor"] > 0 for event in starts)
     # However it was compiled, it is the same training.

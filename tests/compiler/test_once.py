@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import random
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -14,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor import cpp_builder, cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
 
 import paceline
 from paceline import DDP, _torch, errors
@@ -44,11 +48,47 @@ def _own_cache(folder, rank):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
+class _Seen:
+    """What Inductor does with the C++ compiler meanwhile."""
+
+    def __init__(self):
+        self.built, self.tried, self.waits = [], [], []
+        self._patches = [
+            self._watch(cpp_builder.CppBuilder, "build", lambda builder: self.built.append(builder._name)),
+            self._watch(cpu_vec_isa.VecISA, "check_build", lambda isa, code: self.tried.append((str(isa), _on_main()))),
+            # How many graphs it had by then.
+            self._watch(AsyncCompile, "wait", lambda *_: self.waits.append(counters["inductor"]["fxgraph_cache_miss"])),
+        ]
+
+    def _watch(self, owner, name, note):
+        real = getattr(owner, name)
+
+        def watched(*args):
+            note(*args)
+            return real(*args)
+
+        return mock.patch.object(owner, name, watched)
+
+    def __enter__(self):
+        self._stack = contextlib.ExitStack()
+        for patch in self._patches:
+            self._stack.enter_context(patch)
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+
+def _on_main():
+    return threading.current_thread() is threading.main_thread()
+
+
 def _once(rank, size, folder, salt):
     # Ranks may have made other numbers of wrappers.
     alone, _ = dist.new_subgroups(group_size=1)
     others = [DDP(stack(1), process_group=alone) for _ in range(rank)]
-    with _own_cache(folder, rank):
+    with _own_cache(folder, rank), _Seen() as seen:
+        torchs = cpu_vec_isa.valid_vec_isa_list, AsyncCompile.wait
         # With several buckets, as one alone is not reported.
         eager, ddp = (DDP(Salted(salt), bucket_cap_mb=600 / 2**20) for _ in range(2))
         compiled = paceline.compile(ddp, once=True)
@@ -57,7 +97,30 @@ def _once(rank, size, folder, salt):
         same_grads(eager, ddp)
         [found] = compiled.forward._agreement.compilations
         others.clear()
-        return found.source, counters["inductor"]["fxgraph_cache_miss"], len(_torch.kernel_files()) > 0
+        assert len(_torch.kernel_files()) > 0
+        assert (cpu_vec_isa.valid_vec_isa_list, AsyncCompile.wait) == torchs
+        with _torch.trials_on_demand():
+            picked = str(cpu_vec_isa.pick_vec_isa())
+    assert len(seen.built) > 0 if rank == 0 else seen.built == []
+    # Only those were tried that stand before the one that is used; by the rank that compiles, beside it.
+    sets = list(dict.fromkeys(name for name, _ in seen.tried))
+    assert sets[-1:] == [picked]
+    assert sets == [str(isa) for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in sets]
+    assert {on_main for _, on_main in seen.tried} == {rank != 0}
+    # Kernels of the forward are not waited for before the backward is compiled.
+    assert set(seen.waits) == ({2} if rank == 0 else {0})
+    same = rank != 0 or _picks() == _picks(_torch.trials_on_demand)
+    return found.source, counters["inductor"]["fxgraph_cache_miss"], same
+
+
+def _picks(context=contextlib.nullcontext):
+    """Which instructions Inductor would use, by what it is told about their width."""
+    with context():
+        found = {}
+        for width in (None, 512, 256, 128):
+            with torch._inductor.config.patch({"cpp.simdlen": width}):
+                found[width] = str(cpu_vec_isa.pick_vec_isa())
+        return found
 
 
 def test_one_rank_compiles_and_the_others_load_it(job_directory, tmp_path):
@@ -85,7 +148,9 @@ def _cannot(rank, size, folder):
     def plain(x):
         return x.sum()
 
-    with _own_cache(folder, rank), agreement(True, once=True) as agreed:
+    # Where nobody writes kernels, nothing is made ready for them.
+    unused = mock.patch.object(_torch, "trials_on_demand", side_effect=AssertionError)
+    with _own_cache(folder, rank), agreement(True, once=True) as agreed, unused:
         torch.compile(constant, backend="aot_eager")(torch.ones(3))
         torch.compile(plain, backend="eager")(torch.ones(3))
         # There is one machine here; the version is what can be different on it.
@@ -159,6 +224,39 @@ def _unreadable(rank, size, folder):
 
 def test_if_the_artifacts_cannot_be_read_all_ranks_hear_of_it(ranks, tmp_path):
     ranks(_unreadable, str(tmp_path), timeout=TIMEOUT_S)
+
+
+def _does_not_build(rank, size, folder):
+    build = cpp_builder.CppBuilder.build
+
+    def refuse(builder):
+        if builder._name.endswith(".main"):
+            raise OSError("no space left for kernels")
+        return build(builder)
+
+    with _own_cache(folder, rank), mock.patch.object(cpp_builder.CppBuilder, "build", refuse):
+        expected = (Exception, errors.PeerFailedError)[rank]
+        with agreement(True, once=True), pytest.raises(expected, match=r"no space left|rank 0 raised"):
+            torch.compile(lambda x: x.cos() + 2.125, backend="inductor")(torch.ones(3))
+    dist.barrier()
+
+
+def test_if_a_kernel_cannot_be_built_all_ranks_hear_of_it(ranks, tmp_path):
+    ranks(_does_not_build, str(tmp_path), timeout=TIMEOUT_S)
+
+
+def test_only_the_thread_that_compiles_postpones_to_wait_for_kernels():
+    mine, theirs = ({"kernel": concurrent.futures.Future()} for _ in range(2))
+    for scope in (mine, theirs):
+        scope["kernel"].set_result("compiled")
+    with _torch.kernels_beside():
+        AsyncCompile().wait(mine)
+        other = threading.Thread(target=AsyncCompile().wait, args=(theirs,))
+        other.start()
+        other.join()
+        assert theirs == {"kernel": "compiled"}
+        assert mine != {"kernel": "compiled"}
+    assert mine == {"kernel": "compiled"}
 
 
 def _vanished(rank, size, folder):

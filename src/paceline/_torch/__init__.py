@@ -9,5 +9,6 @@ from paceline._torch.autograd import *  # noqa: F403
 from paceline._torch.c10d import *  # noqa: F403
 from paceline._torch.compilation import *  # noqa: F403
 from paceline._torch.dtensor import *  # noqa: F403
+from paceline._torch.inductor import *  # noqa: F403
 from paceline._torch.splitting import *  # noqa: F403
 from paceline._torch.tracing import *  # noqa: F403

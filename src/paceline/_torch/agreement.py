@@ -5,8 +5,6 @@ Nothing here imports the compiler by itself: the functions are called when someb
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -199,77 +197,3 @@ def name_of_target(target: Any) -> str:
         target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
     )
     return str(target) if is_operator or not name else f"{target.__module__}.{name}"
-
-
-def kernel_files() -> dict[str, str]:
-    """The libraries of C++ kernels that this process has loaded, below :func:`kernel_folder`; and of which kind.
-
-    They are not part of ``torch.compiler.save_cache_artifacts``: who loads those compiles them anew, which is most of
-    the time that compiling for the CPU takes.
-    """
-    from torch._inductor import codecache
-
-    found = {}
-    for kind, cache in _kernel_caches().items():
-        for key in cache.cache:
-            path = codecache.get_path(key, "main.so")[2]
-            if os.path.exists(path):
-                found[os.path.relpath(path, kernel_folder())] = kind
-    return found
-
-
-def adopt_kernel(path: str, kind: str) -> None:
-    """Have Inductor use a library at ``path``, below the folder, without looking at how it would compile it.
-
-    It looks for the file only after it has compiled the headers, at the price of a kernel.
-    """
-    cache = _kernel_caches()[kind]
-    key = os.path.basename(path).partition(".")[0]
-    full = os.path.join(kernel_folder(), path)
-    cache.cache.setdefault(key, functools.cache(lambda: cache._load_library(full, key)))
-
-
-def _kernel_caches() -> dict[str, Any]:
-    from torch._inductor import codecache
-
-    return {"ctypes": codecache.CppCodeCache, "bindings": codecache.CppPythonBindingsCodeCache}
-
-
-def kernel_folder() -> str:
-    """Where Inductor keeps what it compiles."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
-@contextlib.contextmanager
-def artifacts_of_this() -> Iterator[list[bytes]]:
-    """Fills the list with the cache artifacts of what is compiled meanwhile; nothing is put in if there are none.
-
-    ``torch.compiler.save_cache_artifacts`` has all since the process began.
-    """
-    from torch.compiler._cache import CacheArtifactManager as Manager
-
-    found: list[bytes] = []
-    new: dict[str, list[Any]] = {}
-    try:
-        with Manager.with_fresh_cache():
-            yield found
-            new = {kind: list(artifacts) for kind, artifacts in Manager._new_cache_artifacts.items()}
-            saved = torch.compiler.save_cache_artifacts()
-            if saved is not None:
-                found.append(saved[0])
-    finally:
-        # They belong to what the user may save later, too.
-        for kind, artifacts in new.items():
-            for artifact in artifacts:
-                if artifact not in Manager._seen_artifacts:
-                    Manager._new_cache_artifacts[kind].append(artifact)
-                    Manager._seen_artifacts.add(artifact)
-
-
-def cache_hits() -> int:
-    """How many graphs AOTAutograd has found in its cache so far."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["aot_autograd"]["autograd_cache_hit"])

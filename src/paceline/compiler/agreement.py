@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 
 from paceline import _torch
 from paceline.compiler import shapes
@@ -56,7 +56,16 @@ class _Agreed:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         with _torch.backward_compiled_with_forward():
-            return self._agreement.compile(gm, lambda: self._inner(gm, example_inputs, **options))
+            return self._agreement.compile(
+                gm, lambda: self._inner(gm, example_inputs, **options), kernels=self._writes_kernels(example_inputs)
+            )
+
+    def _writes_kernels(self, example_inputs: Sequence[Any]) -> bool:
+        """Whether this is Inductor, and for a CPU: there it compiles kernels in C++."""
+        # One of ours stands before it.
+        backend = _torch.original_backend(self._inner)
+        devices = {value.device.type for value in example_inputs if isinstance(value, Tensor)}
+        return devices == {"cpu"} and _torch.is_inductor(getattr(backend, "inner", backend))
 
 
 class CompileAgreement:
@@ -176,15 +185,15 @@ class CompileAgreement:
             )
         return [sizes for rank, (_, sizes) in enumerate(told) if rank != self._meeting.rank]
 
-    def compile(self, gm: fx.GraphModule, compile_: Callable[[], Any]) -> Any:
-        """Called by Dynamo instead of the backend."""
+    def compile(self, gm: fx.GraphModule, compile_: Callable[[], Any], *, kernels: bool) -> Any:
+        """Called by Dynamo instead of the backend. ``kernels``: which writes some in C++."""
         current = self._current
         assert current is not None
         current.graph = fingerprint(gm.graph)
         if self._once is None:
             return compile_()
         with _leaving_compiler():
-            compiled, current.source = self._once.compile(current.frame, current.graph, compile_)
+            compiled, current.source = self._once.compile(current.frame, current.graph, compile_, kernels=kernels)
         return compiled
 
     # -- how it ended --------------------------------------------------------------------------------

@@ -89,14 +89,15 @@ class Once:
         self._sent: set[str] = set()
         self._offers = 0
 
-    def compile(self, frame: str, graph: Fingerprint, compile_: Callable[[], Any]) -> tuple[Any, str]:
-        """The compiled graph, and where it is from."""
+    def compile(self, frame: str, graph: Fingerprint, compile_: Callable[[], Any], *, kernels: bool) -> tuple[Any, str]:
+        """The compiled graph, and where it is from. ``kernels``: Inductor writes C++ for it."""
         reason = self._obstacle(frame, graph)
-        if reason:
-            return self._compile_here(frame, compile_, reason)
-        self._offers += 1
-        lead = self._lead if self._meeting.rank == 0 else self._follow
-        return lead(frame, compile_)
+        with _torch.trials_on_demand() if kernels else contextlib.nullcontext():
+            if reason:
+                return self._compile_here(frame, compile_, reason)
+            self._offers += 1
+            lead = self._lead if self._meeting.rank == 0 else self._follow
+            return lead(frame, compile_, kernels)
 
     def _obstacle(self, frame: str, graph: Fingerprint) -> str:
         """Why ranks cannot use the same compiled graph; empty if they can."""
@@ -115,10 +116,14 @@ class Once:
         logger.info("Every rank compiles %s by itself: %s.", frame, reason)
         return compile_(), f"{COMPILED}: {reason}"
 
-    def _lead(self, frame: str, compile_: Callable[[], Any]) -> tuple[Any, str]:
+    def _lead(self, frame: str, compile_: Callable[[], Any], kernels: bool) -> tuple[Any, str]:
         # Whatever goes wrong here, the others wait to hear of it.
         try:
-            with _torch.artifacts_of_this() as found:
+            with contextlib.ExitStack() as stack:
+                found = stack.enter_context(_torch.artifacts_of_this())
+                if kernels:
+                    stack.enter_context(_torch.headers_beside())
+                    stack.enter_context(_torch.kernels_beside())
                 compiled = compile_()
             data = Artifacts(found[0], self._new_kernels()).encode() if found else b""
             if found:
@@ -133,7 +138,10 @@ class Once:
         self._meeting.broadcast(data, n_bytes=len(data), doing=f"the exchange of artifacts of {frame}")
         return compiled, COMPILED
 
-    def _follow(self, frame: str, compile_: Callable[[], Any]) -> tuple[Any, str]:
+    def _follow(self, frame: str, compile_: Callable[[], Any], kernels: bool) -> tuple[Any, str]:
+        if kernels:
+            # While rank 0 compiles.
+            _torch.import_inductor()
         n_bytes = self._announce(NOTHING, frame)
         if n_bytes == FAILED:
             raise PeerFailedError(f"rank 0 raised in compiling {frame}, which it did for all ranks.", rank=0)
