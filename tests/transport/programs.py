@@ -115,6 +115,42 @@ def reduces_every_dtype_and_op(rank: Rank, *, sizes: tuple[int, ...]) -> int:
     return checked
 
 
+def reduces_tensors_here(rank: Rank) -> None:
+    for dtype, op in cases():
+        inputs = [data(r, 1000, dtype) for r in range(rank.size)]
+        if dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+            inputs = [t - 60 for t in inputs]
+        mine = inputs[rank.rank].clone().view(10, 1, 100)
+        done = rank.channel.all_reduce_here(mine, op, TIMEOUT_S)
+        assert done is not dtype.is_complex, (dtype, op)
+        assert same_bits(mine.flatten(), fold(inputs, op) if done else inputs[rank.rank]), (dtype, op)
+    for tensor in (torch.tensor(2.0), torch.empty(0, 3), torch.nn.Parameter(torch.ones(3))):
+        assert rank.channel.all_reduce_here(tensor.detach().clone(), Op.SUM, TIMEOUT_S)
+        assert rank.channel.all_reduce_here(tensor, Op.SUM, TIMEOUT_S)
+
+
+def leaves_other_tensors_alone(rank: Rank) -> None:
+    negated = torch.tensor([1 + 2j]).conj().imag
+    assert negated.is_contiguous()
+    others = [
+        torch.ones(3, 2).t(),
+        torch.ones(4)[::2],
+        torch.ones(1).expand(4),
+        negated,
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.ones(2).as_subclass(OtherTensor),
+    ]
+    assert [rank.channel.all_reduce_here(tensor, Op.SUM, TIMEOUT_S) for tensor in others] == [False] * len(others)
+    assert not rank.channel.all_reduce_here(torch.ones(2), Op.BOR, TIMEOUT_S)
+    assert not rank.channel.all_reduce_here(torch.ones(2), len(Op), TIMEOUT_S)
+
+
+class OtherTensor(Tensor):
+    """May mean anything by its elements."""
+
+
 def reduces_special_values(rank: Rank) -> None:
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 65504.0, 6e-8, 1e-7, 1e-40, 3.0, 2049.0, 0.1]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):

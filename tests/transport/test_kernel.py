@@ -45,10 +45,19 @@ def test_all_reduce_gives_the_fold_in_rank_order_to_the_bit(run: RankRunner, siz
 
 @pytest.mark.parametrize(
     "program",
-    [programs.reduces_special_values, programs.every_half_survives_the_conversion, programs.scales_inputs],
+    [
+        programs.reduces_tensors_here,
+        programs.reduces_special_values,
+        programs.every_half_survives_the_conversion,
+        programs.scales_inputs,
+    ],
 )
 def test_arithmetic(run: RankRunner, program: Callable[..., None]) -> None:
     values(run(2, program))
+
+
+def test_tensors_that_are_not_plain_memory_are_left_to_others(run: RankRunner) -> None:
+    values(run(1, programs.leaves_other_tensors_alone))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

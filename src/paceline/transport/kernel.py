@@ -207,15 +207,19 @@ class Channel:
         what = (src, dst, count, dtype, op, factor, timeout_s)
         return self._collective(self._library.pl_all_reduce, *what, inline=inline, keep=keep)
 
-    def all_reduce_here(self, at: int, count: int, dtype: int, op: int, timeout_s: float, keep: object) -> None:
+    def all_reduce_here(self, tensor: torch.Tensor, op: int, timeout_s: float) -> bool:
         """:meth:`all_reduce` in place on the calling thread; returns when it has ended well, and raises if not.
 
-        A small all_reduce takes the kernel less time than ``ctypes`` takes to convert its arguments, so this way
-        there is neither that nor a job, unless it has failed.
+        False: nothing was done, as this does not go with such a tensor. A small all_reduce takes the kernel less time
+        than ``ctypes`` takes to convert its arguments, so here is neither that nor a job, unless it has failed.
         """
-        failed = self._quick_all_reduce(self._channel or self._open(), at, count, dtype, op, timeout_s)
-        if failed is not None:
-            self._unfinished(failed, keep).wait()
+        failed = self._quick_all_reduce(self._channel or self._open(), tensor, op, timeout_s)
+        if failed is None:
+            return True
+        if failed is False:
+            return False
+        self._unfinished(failed, tensor).wait()
+        return True
 
     def exchange(
         self,

@@ -10,10 +10,13 @@ from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+from torch.nn import Parameter
+
 from paceline.errors import StateError
 
 # PL_ABI of csrc/pl.h; a library left over from another version is not called.
-ABI = 5
+ABI = 6
 
 _MODULE = "paceline.transport._kernel"
 
@@ -30,7 +33,9 @@ def library() -> ctypes.CDLL:
 def functions() -> Any:
     """What is called without ``ctypes``: ``all_reduce`` and ``interruption`` of ``csrc/module.c``."""
     library()  # says what is missing, if anything is
-    return importlib.import_module(_MODULE)
+    module = importlib.import_module(_MODULE)
+    module.know_tensors(Tensor, Parameter)
+    return module
 
 
 def why_not() -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.nn import Parameter
 
 from paceline import _torch
 from paceline.errors import BadCollectiveError
@@ -24,8 +23,6 @@ from paceline.transport.work import ENDED, ShmWork
 
 _AllreduceOptions = c10d.AllreduceOptions
 _STRIDED = torch.strided
-_TENSORS = (Tensor, Parameter)
-_COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Reductions(Launcher):
@@ -42,38 +39,14 @@ class Reductions(Launcher):
         tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else one(tensors, "all_reduce")
         # ReduceOp has no cheaper name for the number it is.
         reduce_op = hash(opts.reduceOp)
-        if (
-            _torch.is_profiling()
-            or type(tensor) not in _TENSORS
-            or tensor.layout is not _STRIDED
-            or not tensor.is_cpu
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
-            or ((dtype := tensor.dtype) in _COMPLEX and tensor.is_conj())
-        ):
+        if opts.asyncOp or _torch.is_profiling():
             return self._all_reduce_any([tensor], reduce_op, opts)
-        code = KERNEL_CODES[reduce_op].get(dtype)
-        if code is None:
-            raise checks.refuse_reduction(dtype, reduce_op)
-        self._sequence += 1
         # Options that nobody gave a time-out have a negative one.
         timeout_s = self._timeout_s if opts.timeout.days < 0 else self._limit_s(opts)
-        at = tensor.data_ptr()
-        if not opts.asyncOp:
-            self.channel.all_reduce_here(at, tensor.numel(), code, reduce_op, timeout_s, tensor)
-            return ENDED
-        job = self.channel.all_reduce(
-            at,
-            at,
-            tensor.numel(),
-            code,
-            reduce_op,  # type: ignore[arg-type]  # the numbers are the same
-            scale=None,
-            timeout_s=timeout_s,
-            inline=False,
-            keep=tensor,
-        )
-        return ShmWork((job,), [tensor], herald=self._herald)
+        if not self.channel.all_reduce_here(tensor, reduce_op, timeout_s):
+            return self._all_reduce_any([tensor], reduce_op, opts)
+        self._sequence += 1
+        return ENDED
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         opts = opts or forms.ALLREDUCE_COALESCED

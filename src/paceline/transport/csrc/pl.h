@@ -12,6 +12,8 @@
  *   message.c     send and recv, over a ring for each ordered pair of ranks
  *   channel.c     a rank's end of a group: open, close, arenas, fork
  *   fault.h/.c    where tests let a rank die
+ *   module.c      the module of Python: the quickest way to an all_reduce, and signals
+ *   dlpack.h      how module.c reads tensors
  *
  * Calls that give a `pl_job *` return NULL when the job has ended well on the calling thread. Otherwise the caller
  * owns a handle: it may wait for it and must release it.
@@ -21,7 +23,7 @@
 
 #include <stdint.h>
 
-#define PL_ABI 5
+#define PL_ABI 6
 #define PL_MAX_RANKS 64
 #define PL_API __attribute__((visibility("default")))
 
