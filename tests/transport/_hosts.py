@@ -10,6 +10,7 @@ once and run one function after another. Run as a module, this file is such a ra
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import itertools
 import json
@@ -191,9 +192,19 @@ class Hosts:
         assert pipe is not None
         line = _readline(pipe.fileno(), deadline=time.monotonic() + _ANSWER_S)
         if not line:
-            return {"error": f"no answer; exit code {self._ranks[rank].poll()}"}
+            code = self._ranks[rank].poll()
+            if code is None:
+                self._show_stacks()
+            return {"error": f"no answer; exit code {code}"}
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _show_stacks(self) -> None:
+        """Have every rank that lives say on stderr where it is: who is stuck waits for another."""
+        for process in self._ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(1)  # nothing tells when they have; this is on the way to a failure
 
     def _end(self) -> None:
         for process in [*self._ranks, *self._holders]:
@@ -228,6 +239,7 @@ def _rank() -> None:
     # Answers have the pipe to themselves; whatever prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
     import torch.distributed as dist
 

@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline.errors import PacelineError
+from paceline.transport import creation
 from tests.transport._hosts import Hosts, why_no_hosts
 from tests.transport.requirements import needs_shm
 
@@ -301,6 +303,32 @@ def test_another_backend_between_hosts_with_one_rank_a_host_too(hosts: Hosts) ->
     said = hosts.run(__name__, "_between")[2]
     assert said["[1, 2]"] == "2 ranks, collectives over another"
     assert "over another between them" in said["[0, 2, 3]"]
+
+
+def _twice_by_one_name(rank, world_size):
+    sums = []
+    for members in ([1, 2], [0, 2, 3]):
+        if rank not in members:
+            continue
+        store = dist.PrefixStore(f"again/{members}/", dist.distributed_c10d._get_default_store())
+        asked = SimpleNamespace(
+            store=store,
+            group_rank=members.index(rank),
+            group_size=len(members),
+            timeout=timedelta(seconds=60),
+            global_ranks_in_group=members,
+        )
+        for _ in range(2):
+            group = creation.new_group(asked)
+            tensor = torch.ones(3)
+            group.allreduce([tensor]).wait()
+            sums.append(tensor.sum().item() / 3)
+            group.shutdown()
+    return sums
+
+
+def test_a_store_may_carry_a_second_group_of_the_same_name(hosts: Hosts) -> None:
+    assert hosts.run(__name__, "_twice_by_one_name") == [[3, 3], [2, 2], [2, 2, 3, 3], [3, 3]]
 
 
 def _one_fails(rank, world_size):

@@ -31,7 +31,7 @@ def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGr
         )
     if meeting.reason is None and len(meeting.hosts) < size:
         return HostsProcessGroup(
-            store,
+            meeting.store,
             rank=rank,
             size=size,
             timeout=timeout,
@@ -44,7 +44,7 @@ def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGr
     if meeting.reason is not None:
         _say(meeting, rank=rank)
         between = "gloo"
-    return PlainGroup(store, rank=rank, size=size, timeout=timeout, backend=between)
+    return PlainGroup(meeting.store, rank=rank, size=size, timeout=timeout, backend=between)
 
 
 class PlainGroup(_torch.PythonProcessGroup):  # type: ignore[misc]

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
-from paceline.errors import NoRoomError, PacelineError, RankLostError
+from paceline.control.errands import Errands
+from paceline.errors import NoRoomError, PacelineError, RankLostError, StoreSilentError
 from paceline.transport import kernel, library
 from paceline.transport.segment import Segment
 
@@ -46,6 +47,8 @@ class Meeting:
     """The ranks of the group by host, each host's in order, hosts in the order of their lowest ranks."""
     reason: str | None
     """Why shared memory is not used, or None if it is."""
+    store: Store
+    """For this group alone, unlike the one it was given ([Note: names that come again])."""
     channel: kernel.Channel | None = None
     """This rank's end of its host's channel, if shared memory is used and the host has more ranks than this one."""
     control: Segment | None = None
@@ -69,7 +72,7 @@ def meet(
         reason = _first(hellos, "problem", names) or _incompatible(hellos, names)
         if reason is not None:
             # Known to all from the same words: nobody says anything further.
-            return Meeting(hosts=_apart(size), reason=reason)
+            return Meeting(hosts=_apart(size), reason=reason, store=talk.store)
 
         seen = [other for other in range(size) if other == rank or _is_seen(hellos[other])]
         opening = _Opening(rank=rank, ranks=seen, names=names)
@@ -79,16 +82,16 @@ def meet(
             views = talk.exchange("view", {"seen": seen, "control": opening.name, "problem": opening.problem})
             hosts = _partition([view["seen"] for view in views])
             if hosts is None:
-                return Meeting(hosts=_apart(size), reason=_disorder(views, names))
+                return Meeting(hosts=_apart(size), reason=_disorder(views, names), store=talk.store)
             reason = _first(views, "problem", names)
             if reason is None:
                 opening.join(views[seen[0]]["control"])
             verdicts = talk.exchange("verdict", {"problem": opening.problem})
             reason = reason or _first(verdicts, "problem", names)
             if reason is not None:
-                return Meeting(hosts=hosts, reason=reason)
+                return Meeting(hosts=hosts, reason=reason, store=talk.store)
             channel, control = opening.keep()
-            return Meeting(hosts=hosts, reason=None, channel=channel, control=control)
+            return Meeting(hosts=hosts, reason=None, channel=channel, control=control, store=talk.store)
         finally:
             opening.end()
 
@@ -97,34 +100,39 @@ class _Talk:
     """Words of all ranks, read by all ranks."""
 
     def __init__(self, store: Store, *, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
-        self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._names = names
-        # A store may outlive a group and carry the next one of the same name (elastic restarts do that). Every
-        # rank counts its own groups; the counts are equal, since making a group is a collective.
-        self._round = store.add(f"shm/round/{rank}", 1)
+        # [Note: names that come again] A store may outlive a group and carry the next one of the same name (elastic
+        # restarts do that), whose ranks must not take the old one's words and addresses for theirs. Every rank counts
+        # its own groups; the counts are equal, since making a group is a collective.
+        self.store = PrefixStore(f"shm/{store.add(f'shm/round/{rank}', 1)}", store)
 
     def exchange(self, topic: str, word: dict[str, Any]) -> list[dict[str, Any]]:
-        self._store.set(self._key(topic, self._rank), json.dumps(word))
-        keys = [self._key(topic, other) for other in range(self._size)]
+        keys = [f"{topic}/{other}" for other in range(self._size)]
+        self.store.set(keys[self._rank], json.dumps(word))
         try:
-            self._store.wait(keys, self._timeout)
+            self.store.wait(keys, self._timeout)
         except RuntimeError as error:
-            silent = [self._names[other] for other, key in enumerate(keys) if not self._store.check([key])]
-            raise RankLostError(
-                f"rank {', '.join(map(str, silent)) or 'unknown'} did not come to the making of a process group within "
-                f"its time-out of {self._timeout.total_seconds():.0f} s. Look at the output of that rank first.",
-                rank=silent[0] if len(silent) == 1 else None,
-            ) from error
-        words = [json.loads(self._store.get(key)) for key in keys]
+            raise self._nobody_came(keys) from error
+        words = [json.loads(self.store.get(key)) for key in keys]
         if not all(isinstance(found, dict) for found in words):
             raise TypeError(f"a word of {topic!r} is not an object")
         return words
 
-    def _key(self, topic: str, rank: int) -> str:
-        return f"shm/{self._round}/{topic}/{rank}"
+    def _nobody_came(self, keys: Sequence[str]) -> RankLostError:
+        try:
+            # By a thread: it may be the store that is silent.
+            there = Errands().run(lambda: [self.store.check([key]) for key in keys])
+        except (StoreSilentError, RuntimeError) as error:
+            return RankLostError(f"a process group could not be made: {error}")
+        silent = [name for name, came in zip(self._names, there, strict=True) if not came]
+        return RankLostError(
+            f"rank {', '.join(map(str, silent)) or 'unknown'} did not come to the making of a process group within "
+            f"its time-out of {self._timeout.total_seconds():.0f} s. Look at the output of that rank first.",
+            rank=silent[0] if len(silent) == 1 else None,
+        )
 
 
 class _Opening:
