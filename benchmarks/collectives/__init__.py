@@ -9,7 +9,8 @@ Files, in the order data flows through them:
     settings.py  what a run was asked to do
     turn.py      how calls are timed
     methods.py   how it is reduced: a registry; a method is opened once and then takes turns
-    limit.py     the method that nobody can beat: the same sums and stores, and no waiting (limit.c)
+    limit.py     the method that nobody can beat: the same sums and stores, and no waiting (limit.c); and the same
+                 thing called as users call a backend
     mpi.py       the method that lives in processes of its own
     ranks.py     what a rank process does: all methods take turns
     judge.py     samples -> medians, paired ratios, and the goals
@@ -25,5 +26,5 @@ one size right after each other in a random order, so a ratio compares what happ
 ([Note: why ratios]).
 
 Everything goes through `dist.all_reduce`, Python overhead included, except MPI (mpi4py's buffer interface, without
-torch) and the limit.
+torch) and the limit, which is there both ways ([Note: the limit, called]).
 """

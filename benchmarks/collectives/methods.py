@@ -9,13 +9,15 @@ import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import mpi
-from .limit import Limit
+from .limit import Limit, LimitGroup
 from .turn import Gate, timed
 
 Turn = Callable[[int, int], float]
@@ -126,11 +128,27 @@ def _zero_copy(place: Place) -> Turn:
 def _limit(place: Place) -> Turn:
     limit = Limit(place.rank, place.world_size, place.largest_bytes)
     place.facts["limit"] = limit.how
+    return _without_waiting(place, limit, lambda own: partial(limit.run, own.nbytes))
+
+
+def _limit_called(place: Place) -> Turn:
+    limit = Limit(place.rank, place.world_size, place.largest_bytes)
+    dist.Backend.register_backend("limit", partial(_limit_group, limit), devices=["cpu"])
+    group = dist.new_group(backend="limit")
+    return _without_waiting(place, limit, lambda own: partial(dist.all_reduce, own, group=group))
+
+
+def _limit_group(limit: Limit, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> LimitGroup:
+    return LimitGroup(limit, rank, world_size)
+
+
+def _without_waiting(place: Place, limit: Limit, call_of: Callable[[Tensor], Callable[[], object]]) -> Turn:
     # Where ranks have to share a core, they can only do their parts one after another.
     waves = max(1.0, place.world_size / len(os.sched_getaffinity(0)))
 
     def turn(nbytes: int, calls: int) -> float:
-        return waves * timed(lambda: limit.run(nbytes), place.preparation(limit.own(nbytes)), calls)
+        own = limit.own(nbytes)
+        return waves * timed(call_of(own), place.preparation(own), calls)
 
     return turn
 
@@ -158,3 +176,4 @@ register(Method("shm", "shm, ordinary tensors", _shm, _shm_missing))
 register(Method("shm-zero-copy", "shm, zero copy", _zero_copy, _shm_missing))
 register(Method("mpi", "MPI", _mpi, mpi.missing))
 register(Method("limit", "the limit", _limit))
+register(Method("limit-called", "the limit, by dist.all_reduce", _limit_called))

@@ -22,6 +22,7 @@ LINES = {
     "shm-zero-copy": {"color": "#1d5fa8", "marker": "o", "linewidth": 2.4},
     "mpi": {"color": "#5fb58c", "marker": "^"},
     "limit": {"color": "#555555", "linestyle": "--"},
+    "limit-called": {"color": "#999999", "linestyle": ":"},
 }
 
 
@@ -152,7 +153,7 @@ def _microseconds(value: float) -> str:
 
 def _limit_height(axes: Any, found: list[Point]) -> None:
     """In cache, without waiting, the limit is so high that it would flatten all other lines: cut it off."""
-    others = [point.gigabytes_a_second for point in found if point.method != "limit"]
+    others = [point.gigabytes_a_second for point in found if not point.method.startswith("limit")]
     limits = [point.gigabytes_a_second for point in found if point.method == "limit"]
     top = 1.35 * max(others)
     axes.set_ylim(0, top)
