@@ -151,6 +151,14 @@ def whole(large: Tensor, small: Tensor, *, size: int, what: str) -> None:
         )
 
 
+def wholes(larges: Sequence[Tensor], smalls: Sequence[Tensor], *, size: int, what: str) -> None:
+    """As many of the ones as of the others, in pairs of which one is ``size`` times the other."""
+    if len(larges) != len(smalls) or not smalls:
+        raise BadCollectiveError(f"shm {what}: {len(larges)} whole tensors and {len(smalls)} parts, which go in pairs")
+    for large, small in zip(larges, smalls, strict=True):
+        whole(large, small, size=size, what=what)
+
+
 def same_type(tensors: Sequence[Tensor], what: str) -> None:
     if not tensors:
         raise BadCollectiveError(f"shm {what}: requires non-empty tensor list")

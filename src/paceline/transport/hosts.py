@@ -21,11 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
 from paceline.transport import checks, forms
+from paceline.transport.calls import one
 from paceline.transport.conductor import Conductor
 from paceline.transport.herald import Herald
 from paceline.transport.host import Host
 from paceline.transport.kernel import Channel
-from paceline.transport.launcher import one
 from paceline.transport.leaders import Leaders
 from paceline.transport.lines import Lines, Report
 from paceline.transport.messages import Message, Messages

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline import _torch
-from paceline.errors import BadCollectiveError
 from paceline.transport import checks
+from paceline.transport.calls import Calls
 from paceline.transport.checks import KERNEL_CODES
 from paceline.transport.codes import Kind
 from paceline.transport.herald import Herald
@@ -21,12 +21,10 @@ Start = Callable[[bool, float], Sequence[Job]]
 """Begins the jobs of a collective, inline or not, with a time-out."""
 
 
-class Launcher:
+class Launcher(Calls):
     """What a group on a channel has in common, whatever the collective."""
 
     channel: Channel
-    _rank: int
-    _size: int
     _timeout_s: float
     _sequence: int
     _herald: Herald
@@ -141,15 +139,6 @@ class Launcher:
             ]
 
         return start
-
-
-def one(tensors: Any, what: str) -> Tensor:
-    return tensors if isinstance(tensors, Tensor) else checks.single(tensors, what)
-
-
-def same_length(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> None:
-    if len(outputs) != len(inputs) or not inputs:
-        raise BadCollectiveError(f"shm {what}: {len(inputs)} inputs and {len(outputs)} outputs")
 
 
 def one_after_another(starts: Sequence[Start]) -> Start:

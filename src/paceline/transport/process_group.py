@@ -1,9 +1,9 @@
 """``ShmProcessGroup``: a c10d process group whose ranks share memory.
 
-Its methods are c10d's, by their names (most are in ``reductions`` and ``exchanges``); ``dist.*``, functional
-collectives, compiled graphs and torch's DDP and FSDP all end there. A method turns tensors into addresses
-(``packing``), refuses what does not fit (``checks``), hands the rest to the kernel (``launcher``) and returns a
-``Work``. A synchronous call runs in the kernel on the calling thread.
+Its methods are c10d's, by their names; ``dist.*``, functional collectives, compiled graphs and torch's DDP and FSDP all
+end there. ``calls`` refuses what does not fit; ``reductions`` and ``exchanges`` turn tensors into addresses
+(``packing``), hand them to the kernel (``launcher``) and return a ``Work``. A synchronous call runs in the kernel on
+the calling thread.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from paceline import _torch
 from paceline.errors import StateError
 from paceline.transport import checks, forms
 from paceline.transport.arena import Arenas
+from paceline.transport.calls import one
 from paceline.transport.exchanges import Exchanges
 from paceline.transport.herald import Herald
 from paceline.transport.kernel import Channel, Job
-from paceline.transport.launcher import one
 from paceline.transport.packing import Packing, place
 from paceline.transport.reductions import Reductions
 from paceline.transport.segment import Segment, hold, release

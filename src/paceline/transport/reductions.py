@@ -13,10 +13,11 @@ from torch.distributed import distributed_c10d as c10d
 from paceline import _torch
 from paceline.errors import BadCollectiveError
 from paceline.transport import checks, forms
+from paceline.transport.calls import one
 from paceline.transport.checks import KERNEL_CODES
 from paceline.transport.codes import Kind, Op
 from paceline.transport.kernel import Job
-from paceline.transport.launcher import Launcher, one, one_after_another, same_length
+from paceline.transport.launcher import Launcher, one_after_another
 from paceline.transport.packing import Packing, bytes_at, is_plain, place
 from paceline.transport.sparse import SparseSum
 from paceline.transport.work import ENDED, ShmWork
@@ -26,7 +27,7 @@ _STRIDED = torch.strided
 
 
 class Reductions(Launcher):
-    """all_reduce, reduce, reduce_scatter, under c10d's names."""
+    """all_reduce, under c10d's names; reduce, reduce_scatter."""
 
     # -- all_reduce ------------------------------------------------------------------------------------------
 
@@ -123,17 +124,7 @@ class Reductions(Launcher):
 
     # -- to one, to each a part ------------------------------------------------------------------------------
 
-    def reduce(
-        self,
-        tensors: Sequence[Tensor],
-        opts: Any = None,
-        op: Any = None,
-        timeout: timedelta | None = None,
-        root: int | None = None,
-    ) -> Any:
-        opts = forms.options(c10d.ReduceOptions, opts, default=forms.REDUCE, timeout=timeout, op=op, root=root)
-        tensor = checks.tensor(one(tensors, "reduce"), "reduce")
-        target = checks.root(opts.rootRank, self._size, "reduce")
+    def _do_reduce(self, tensor: Tensor, target: int, opts: Any) -> Any:
         packing = Packing()
         packed = packing.update(tensor) if self._rank == target else packing.read(tensor)
         counts = [0] * self._size
@@ -142,42 +133,18 @@ class Reductions(Launcher):
         start = self._reduce_exchange(sends, counts, packed, opts, kind=Kind.REDUCE, root=target, packing=packing)
         return self._launch("reduce", [tensor], [tensor], start, opts, packing)
 
-    def reduce_scatter(
-        self,
-        output_tensors: Any,
-        input_tensors: Sequence[Any],
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        op: Any = None,
-    ) -> Any:
-        opts = forms.options(c10d.ReduceScatterOptions, opts, default=forms.REDUCE_SCATTER, timeout=timeout, op=op)
-        output = checks.tensor(one(output_tensors, "reduce_scatter"), "reduce_scatter")
-        if input_tensors and not isinstance(input_tensors[0], Tensor):
-            checks.single(input_tensors, "reduce_scatter")
-            input_tensors = input_tensors[0]
-        checks.same_type(input_tensors, "reduce_scatter")
-        if len(input_tensors) != self._size:
-            raise BadCollectiveError("invalid input tensor list size, must be world size")
-        checks.pieces([input_tensors[self._rank]], output, size=1, what="reduce_scatter", list_name="input")
+    def _do_reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Any:
         packing = Packing()
         packed = packing.write(output)
-        pieces = [packing.read_apart(piece, [packed]) for piece in input_tensors]
+        pieces = [packing.read_apart(piece, [packed]) for piece in inputs]
         sends, counts = [piece.data_ptr() for piece in pieces], [piece.numel() for piece in pieces]
         start = self._reduce_exchange(sends, counts, packed, opts, kind=Kind.REDUCE_SCATTER, root=-1, packing=packing)
-        return self._launch("reduce_scatter", input_tensors, [output], start, opts, packing)
+        return self._launch("reduce_scatter", inputs, [output], start, opts, packing)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
-        opts = opts or forms.REDUCE_SCATTER
-        same_length(outputs, inputs, "reduce_scatter_single")
+    def _do_reduce_scatter_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         packing = Packing()
         starts = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            checks.whole(tensor, output, size=self._size, what="reduce_scatter_single")
             packed, count = packing.write(output), output.numel()
             whole = packing.read(tensor)
             share = whole.nbytes // self._size
@@ -189,8 +156,3 @@ class Reductions(Launcher):
                 self._reduce_exchange(sends, counts, packed, opts, kind=Kind.REDUCE_SCATTER, root=-1, packing=packing)
             )
         return self._launch("reduce_scatter", inputs, list(outputs), one_after_another(starts), opts, packing)
-
-    # -- older names -----------------------------------------------------------------------------------------
-
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

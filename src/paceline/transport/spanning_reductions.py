@@ -12,16 +12,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.errors import BadCollectiveError
 from paceline.transport import checks, forms
+from paceline.transport.calls import one
 from paceline.transport.checks import KERNEL_CODES
 from paceline.transport.codes import Kind, Op, dtype_number
-from paceline.transport.launcher import one
 from paceline.transport.packing import Packing
 from paceline.transport.sparse import SparseSum
 from paceline.transport.stages import Limits, Stages
 
 
 class SpanningReductions(Stages):
-    """all_reduce, reduce, reduce_scatter, under c10d's names."""
+    """all_reduce, under c10d's names; reduce, reduce_scatter."""
 
     # -- all_reduce ------------------------------------------------------------------------------------------
 
@@ -78,17 +78,7 @@ class SpanningReductions(Stages):
 
     # -- to one, to each a part ------------------------------------------------------------------------------
 
-    def reduce(
-        self,
-        tensors: Sequence[Tensor],
-        opts: Any = None,
-        op: Any = None,
-        timeout: timedelta | None = None,
-        root: int | None = None,
-    ) -> Any:
-        opts = forms.options(c10d.ReduceOptions, opts, default=forms.REDUCE, timeout=timeout, op=op, root=root)
-        tensor = checks.tensor(one(tensors, "reduce"), "reduce")
-        target = checks.root(opts.rootRank, self._size, "reduce")
+    def _do_reduce(self, tensor: Tensor, target: int, opts: Any) -> Any:
         reduce_op = _op(opts, tensor, "reduce")
         inside = Op.SUM if reduce_op is Op.AVG else reduce_op
         packing = Packing()
@@ -110,32 +100,14 @@ class SpanningReductions(Stages):
 
         return self._launch("reduce", [tensor], [tensor], stages, opts, packing)
 
-    def reduce_scatter(
-        self,
-        output_tensors: Any,
-        input_tensors: Sequence[Any],
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        op: Any = None,
-    ) -> Any:
-        opts = forms.options(c10d.ReduceScatterOptions, opts, default=forms.REDUCE_SCATTER, timeout=timeout, op=op)
-        output = checks.tensor(one(output_tensors, "reduce_scatter"), "reduce_scatter")
-        if input_tensors and not isinstance(input_tensors[0], Tensor):
-            input_tensors = checks.single(input_tensors, "reduce_scatter")  # type: ignore[assignment]
-        checks.pieces(input_tensors, output, size=self._size, what="reduce_scatter", list_name="input")
-        return self._reduce_scatter([output], [torch.stack([*input_tensors])], input_tensors, opts)
+    def _do_reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Any:
+        checks.pieces(inputs, output, size=self._size, what="reduce_scatter", list_name="input")
+        return self._reduce_scatter([output], [torch.stack([*inputs])], inputs, opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            checks.whole(tensor, output, size=self._size, what="reduce_scatter_single")
+    def _do_reduce_scatter_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         # The sums are made in it, and what is read is not ours to change.
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in inputs]
-        return self._reduce_scatter(outputs, copies, inputs, opts or forms.REDUCE_SCATTER)
+        return self._reduce_scatter(outputs, copies, inputs, opts)
 
     def _reduce_scatter(
         self, outputs: Sequence[Tensor], wholes: Sequence[Tensor], shown: Sequence[Tensor], opts: Any
@@ -158,11 +130,6 @@ class SpanningReductions(Stages):
                     part.div_(self._size)
 
         return self._launch("reduce_scatter", shown, list(outputs), stages, opts, packing)
-
-    # -- older names -----------------------------------------------------------------------------------------
-
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
 def _op(opts: Any, tensor: Tensor, what: str) -> Op:

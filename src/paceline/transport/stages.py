@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline import _torch
 from paceline.errors import PacelineError
+from paceline.transport.calls import Calls
 from paceline.transport.codes import Kind, Op, Status
 from paceline.transport.conductor import Conductor
 from paceline.transport.herald import Herald
@@ -46,11 +47,9 @@ class Limits:
         return self.inside_s + 3 * _CAUSE_S
 
 
-class Stages:
+class Stages(Calls):
     """What the collectives of a group that spans hosts have in common."""
 
-    _rank: int
-    _size: int
     _names: Sequence[int]
     _hosts: Sequence[Sequence[int]]
     _mine: int
