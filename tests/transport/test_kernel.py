@@ -167,7 +167,7 @@ def test_every_survivor_is_told(run: RankRunner) -> None:
 
 @pytest.mark.parametrize("what", ["large", "queued"])
 def test_a_rank_that_is_stopped_runs_into_the_time_out(run: RankRunner, what: str) -> None:
-    outcomes = run(3, programs.one_fails, what=what, phase="passed", count=1, action="stop", timeout_s=0.5)
+    outcomes = run(3, programs.one_fails, what=what, phase="passed", count=1, action="stop", timeout_s=1.5)
     _lost(outcomes, 2)
     assert "did not arrive" in outcomes[0].message
 

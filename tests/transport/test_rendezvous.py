@@ -50,11 +50,14 @@ def test_ranks_of_one_host(ranks, world_size):
 
 
 def _meet_twice(rank, world_size):
-    """On one store, as elastic restarts do: words of the first meeting must not be taken for the second's."""
+    """On one store, as elastic restarts do: what was said in the first meeting must not be taken for the second's."""
     store = _store("again")
     for _ in range(2):
         meeting = meet(store, rank=rank, size=world_size)
         assert meeting.reason is None
+        # Addresses of a backend between hosts, say.
+        assert not meeting.store.check([f"address/{rank}"])
+        meeting.store.set(f"address/{rank}", "here")
         meeting.channel.barrier(timeout_s=30, inline=True).wait()
         _end(meeting)
 
