@@ -34,9 +34,17 @@ _PROBE_BYTES = 4096
 _TIMEOUT = timedelta(minutes=5)
 _SECRET_BYTES = 16
 
-# Two ranks of one process (threads) cannot use the transport: a process has its record locks once. Ranks find that
-# out by this; it is made anew after a fork.
-_process: tuple[int, str] = (0, "")
+# Two ranks of one process (threads) cannot use the transport: a process has its record locks once. Ranks find that out
+# by this.
+_process = secrets.token_hex(_SECRET_BYTES)
+
+
+def _become_another_process() -> None:
+    global _process
+    _process = secrets.token_hex(_SECRET_BYTES)
+
+
+os.register_at_fork(after_in_child=_become_another_process)
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,7 @@ class _Opening:
 
 
 def _hello() -> tuple[dict[str, Any], Segment | None]:
-    hello: dict[str, Any] = {"problem": kernel.reason_unavailable(), "abi": library.ABI, "process": _process_token()}
+    hello: dict[str, Any] = {"problem": kernel.reason_unavailable(), "abi": library.ABI, "process": _process}
     if hello["problem"] is not None:
         return hello, None
     try:
@@ -204,13 +212,6 @@ def _hello() -> tuple[dict[str, Any], Segment | None]:
     secret = secrets.token_bytes(_SECRET_BYTES)
     probe.memory[:_SECRET_BYTES] = secret
     return hello | {"segment": probe.name, "secret": secret.hex()}, probe
-
-
-def _process_token() -> str:
-    global _process
-    if _process[0] != os.getpid():
-        _process = (os.getpid(), secrets.token_hex(_SECRET_BYTES))
-    return _process[1]
 
 
 def _is_seen(hello: dict[str, Any]) -> bool:
