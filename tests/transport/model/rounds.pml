@@ -19,6 +19,9 @@
  *   -DWEAK_SLEEPERS the count of sleepers is an ordinary store: it may be in the buffer while the sleeper looks again
  *   -DNO_RECHECK    a sleeper does not look again after it has counted itself, and the futex does not compare
  *
+ * -DWRITE_BACK checks a staged all_reduce of two ranks as well: in round k each puts its result where the other's input
+ * was, and finds the other's in its own half after the gate of k + 1.
+ *
  * -DZERO_COPY checks the other protocol: pairs of rounds, between which rank r owns share r of all tensors.
  */
 #ifndef N
@@ -186,7 +189,14 @@ active [N] proctype rank() {
 #ifdef NO_ACQUIRE
         assert(early == k)
 #else
-        read_others(k)
+        read_others(k);
+#ifdef WRITE_BACK
+        if
+        :: k > 1 -> assert(LOAD(AT(me, HALF(k - 1))) == 100 + k - 1)
+        :: else
+        fi;
+        store(AT(1 - me, HALF(k)), 100 + k)
+#endif
 #endif
 #endif
     }

@@ -16,12 +16,18 @@ pytestmark = pytest.mark.skipif(
     shutil.which("spin") is None or shutil.which("gcc") is None, reason="needs spin (Debian: spin) and gcc"
 )
 
-RIGHT = ["rounds -DN=2 -DROUNDS=4", "rounds -DN=2 -DROUNDS=4 -DZERO_COPY", "bells -DMESSAGES=4"]
+RIGHT = [
+    "rounds -DN=2 -DROUNDS=4",
+    "rounds -DN=2 -DROUNDS=4 -DWRITE_BACK",
+    "rounds -DN=2 -DROUNDS=4 -DZERO_COPY",
+    "bells -DMESSAGES=4",
+]
 # Minutes on a busy machine: `make model` asks for them.
 if os.environ.get("PACELINE_MODEL") == "full":
     RIGHT += [
         "rounds -DN=2 -DROUNDS=7",
         "rounds -DN=3 -DROUNDS=4",
+        "rounds -DN=2 -DROUNDS=7 -DWRITE_BACK",
         "rounds -DN=2 -DROUNDS=6 -DZERO_COPY",
         "rounds -DN=3 -DROUNDS=2 -DZERO_COPY",
         "bells -DMESSAGES=7",
@@ -32,6 +38,8 @@ WRONG = {
     "rounds -DONE_HALF": "assertion violated",
     "rounds -DNO_RELEASE": "assertion violated",
     "rounds -DNO_RELEASE -DZERO_COPY": "assertion violated",
+    "rounds -DNO_RELEASE -DWRITE_BACK": "assertion violated",
+    "rounds -DONE_HALF -DWRITE_BACK": "assertion violated",
     "rounds -DNO_ACQUIRE": "assertion violated",
     "rounds -DLATE_READS": "assertion violated",
     "rounds -DWEAK_SLEEPERS": SLEEPS_FOR_EVER,

@@ -159,6 +159,10 @@ static int all_reduce_in_place(pl_channel *ch, pl_job *job, const pl_fold *fold,
  * After the gate it reduces its share of chunk k out of others' pieces into its own tensor and into the *next* round's
  * half, which nobody reads any more, and copies others' results of chunk k - 1 to its tensor. So n chunks take n + 1
  * rounds, and inputs and results travel together.
+ *
+ * Of two ranks, each puts its result back where the other's input was: that line has just been read, and is cheap to
+ * write, while one of the next half has to be taken from the other CPU's cache first. It may: from the gate of k to the
+ * arrival at k + 1 nobody else touches the piece, and its owner reads it after the gate of k + 1.
  */
 typedef struct {
     pl_channel *ch;
@@ -188,6 +192,12 @@ static void stage_inputs(const pl_chunks *s, uint64_t c) {
     pl_fault(PL_AT_STAGED);
 }
 
+/* Where rank `from` puts what it has reduced in `round`, for `to`. */
+static unsigned char *result_spot(const pl_chunks *s, int from, int to, uint64_t round) {
+    unsigned char *half = s->ch->size == 2 ? spot(s->ch, to, round, s->need) : spot(s->ch, from, round + 1, s->need);
+    return half + (uint64_t)from * s->piece * s->fold->item_bytes;
+}
+
 static void reduce_share(const pl_chunks *s, uint64_t c) {
     const uint64_t item = s->fold->item_bytes, me = (uint64_t)s->ch->rank;
     uint64_t chunk, share = share_of(s, c, &chunk);
@@ -195,8 +205,7 @@ static void reduce_share(const pl_chunks *s, uint64_t c) {
     const void *ins[PL_MAX_RANKS];
     for (int r = 0; r < s->ch->size; r++)
         ins[r] = r == s->ch->rank ? s->job->src + at : spot(s->ch, r, s->ch->round, s->need) + me * s->piece * item;
-    unsigned char *next = spot(s->ch, s->ch->rank, s->ch->round + 1, s->need);
-    void *outs[2] = {s->job->dst + at, next + me * s->piece * item};
+    void *outs[2] = {s->job->dst + at, result_spot(s, s->ch->rank, 1 - s->ch->rank, s->ch->round)};
     pl_fold_run(s->fold, outs, 2, ins, s->ch->size, part_of(chunk, me, share));
     pl_copy_flush(s->fold->past);
     pl_fault(PL_AT_REDUCED);
@@ -209,7 +218,7 @@ static void collect_results(const pl_chunks *s, uint64_t c) {
     for (int r = 0; r < s->ch->size; r++)
         if (r != s->ch->rank)
             memcpy(dst + (uint64_t)r * share * item,
-                   spot(s->ch, r, s->ch->round, s->need) + (uint64_t)r * s->piece * item,
+                   result_spot(s, r, s->ch->rank, s->ch->round - 1),
                    part_of(chunk, (uint64_t)r, share) * item);
     pl_fault(PL_AT_COPIED);
 }

@@ -20,7 +20,8 @@
  * gate a round is. With one half this fails; tests/transport/model/ checks both, with delayed stores.
  *
  * Zero-copy collectives (collective.c) also touch arenas; there the rule is: only between the gate of their first
- * round and the arrival at their last, each rank its own share.
+ * round and the arrival at their last, each rank its own share. A staged all_reduce of two ranks writes into the other's
+ * half by the same rule: only between the gate of k and the arrival at k + 1, each its own piece.
  */
 #ifndef PACELINE_LAYOUT_H
 #define PACELINE_LAYOUT_H
