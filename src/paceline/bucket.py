@@ -216,7 +216,7 @@ class Bucket:
         self.flat: Tensor | None = None
         self.payload: Tensor | None = None
         self.tail: Tensor | None = None
-        self._views: list[Tensor | None] = []
+        self._views: list[Tensor] = []
         self._users_at_rest = 0
         self._refs_at_rest: list[int] = []
         self._runs: list[Tensor] = []
@@ -232,12 +232,22 @@ class Bucket:
         self.flat = allocator(numel + tail_numel, first.dtype, first.device)
         self.payload = self.flat[:numel]
         self.tail = self.flat[numel:] if tail_numel else None
-        for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
-            slot.view = _alias(self.flat, offset, slot.local)
+        self._views = self._make_views(self.payload)
         self._runs = self._deferred_runs()
-        self._views = [slot.view for slot in self.slots]
         self._users_at_rest = _torch.storage_users(self.flat)
         self._refs_at_rest = list(map(sys.getrefcount, self._views))
+
+    def _make_views(self, flat: Tensor) -> list[Tensor]:
+        """Give each slot its view of ``flat``; they are counted once nothing but the slots and this list has them."""
+        tensors = [slot.local for slot in self.slots]
+        if all(tensor.is_contiguous() and tensor.numel() for tensor in tensors):
+            # In half the time. ``data``, as what is made here must not be a view in autograd's sense: see `_alias`.
+            views = [view.data for view in _torch.unflatten_dense(flat, tensors)]
+        else:
+            views = [_alias(flat, offset, tensor) for tensor, offset in zip(tensors, self.spec.offsets, strict=True)]
+        for slot, view in zip(self.slots, views, strict=True):
+            slot.view = view
+        return views
 
     def is_kept_by_somebody(self) -> bool:
         """Whether the user kept a gradient that its parameter has let go of: it is his to keep."""

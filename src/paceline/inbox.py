@@ -70,9 +70,12 @@ class Inbox:
         """Have hooks on the parameters of exactly these slots (by the parameter's id)."""
         for key in self._handles.keys() - slots.keys():
             self._handles.pop(key).remove()
-        for key, slot in slots.items():
-            if key not in self._handles:
-                self._handles[key] = slot.leaf.register_post_accumulate_grad_hook(self.hook(slot))
+        new = [(key, slot.leaf, self.hook(slot)) for key, slot in slots.items() if key not in self._handles]
+        if new:
+            # One for all: it is their code that is marked.
+            _torch.unseen_by_compiler(new[0][2])
+        for key, leaf, hook in new:
+            self._handles[key] = leaf.register_post_accumulate_grad_hook(hook)
 
     def stop_listening(self) -> None:
         _remove_all(self._handles)
@@ -81,7 +84,6 @@ class Inbox:
         """What autograd calls when the slot's gradient is ready."""
         slots, append = self._slots, self._slots.append
 
-        @_torch.unseen_by_compiler
         def grad_ready(param: Tensor) -> None:
             if not slot.owned:
                 return

@@ -69,23 +69,24 @@ class Roster:
         self.params: list[Tensor] = []
         self.specs: list[ParameterSpec] = []
         self.ignored: list[Tensor] = []
-        seen: set[Tensor] = set()
+        seen: set[int] = set()
         self._tree = ModuleTree(module)
         # Where each parameter hangs: (dictionary, key, what is there).
         places: list[tuple[dict[str, Any], str, Any]] = []
         samples: list[Tensor] = []
         for prefix, owner in self._tree.owners:
             samples += [param for param in owner._parameters.values() if param is not None][:1]
+            sparse = makes_sparse_gradients(owner)
             for key, param in owner._parameters.items():
                 places.append((owner._parameters, key, param))
                 name = f"{prefix}.{key}" if prefix else key
                 if param is not None and name in ignored:
                     self.ignored.append(param)
-                if param is None or param in seen or name in ignored:
+                if param is None or id(param) in seen or name in ignored:
                     continue
-                seen.add(param)
+                seen.add(id(param))
                 self.params.append(param)
-                self.specs.append(self._spec(name, param, makes_sparse_gradients(owner), name in delayed))
+                self.specs.append(self._spec(name, param, sparse, name in delayed))
         self._sized = [owner._parameters for _, owner in self._tree.owners]
         self._sizes = list(map(len, self._sized))
         self._dicts = [place[0] for place in places]
@@ -101,14 +102,16 @@ class Roster:
 
     @staticmethod
     def _spec(name: str, param: Tensor, sparse: bool, delayed: bool) -> ParameterSpec:
-        if isinstance(param, UninitializedParameter):
+        placement, local = "", param
+        if type(param) is nn.Parameter:
+            # Nearly all are, and there are many: to ask them anything else takes long.
+            pass
+        elif isinstance(param, UninitializedParameter):
             raise StateError(
                 f"Parameter {name!r} has no shape yet (lazy module). Run one forward of the bare module on a "
                 "dummy batch before wrapping it, so that every rank knows its shapes."
             )
-        placement = ""
-        local = param
-        if hasattr(param, "__tensor_flatten__"):
+        elif hasattr(param, "__tensor_flatten__"):
             check_placement(name, param)
             local, placement = _torch.local_tensor(param), describe_placement(param)
         return ParameterSpec(

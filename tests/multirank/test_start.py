@@ -370,6 +370,13 @@ def test_lazy_parameters_are_refused_with_the_remedy(ranks, world_size):
     ranks(_lazy, world_size=world_size, allow_warnings=(("Lazy modules", UserWarning),))
 
 
+class _InParts(nn.Parameter):
+    """Has the protocol of tensors made of other tensors."""
+
+    def __tensor_flatten__(self):
+        return [], None
+
+
 def _tensor_parallel(rank, world_size):
     """Refused on every rank before anything is sent; ignored, the rest of the module is wrapped."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -382,8 +389,8 @@ def _tensor_parallel(rank, world_size):
     with pytest.raises(StateError, match=r"1\.weight.*DTensor"):
         DDP(model)
     other = nn.Linear(4, 2)
-    other.weight.__tensor_flatten__ = lambda: None  # the protocol of tensors made of other tensors
-    with pytest.raises(StateError, match=r"'weight' is a Parameter, which holds its values in other tensors"):
+    other.weight = _InParts(torch.ones(2, 4))
+    with pytest.raises(StateError, match=r"'weight' is a _InParts, which holds its values in other tensors"):
         DDP(other)
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
     ddp = DDP(model)
