@@ -76,8 +76,11 @@ def can_be_taken(slot: Slot) -> bool:
         return False
     hooks = _torch.post_accumulate_hooks(param)
     # Ours drops the stand-in; it must be there, and without company.
-    if not hooks or any(getattr(hook, "__module__", "") != INBOX for hook in hooks):
+    if not hooks:
         return False
+    for hook in hooks:
+        if getattr(hook, "__module__", "") != INBOX:
+            return False
     # Of autograd.grad() and backward(inputs=...) not all that is computed is accumulated.
     return _torch.will_execute(slot.node())
 

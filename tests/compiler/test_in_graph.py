@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from paceline import DDP, MixedPrecision
+from paceline.compiler.tap import group
 from paceline.hooks import allreduce, fp16_compress
 from tests.compiler._compare import RTOL, batch, compare, plain_step, stack
 
@@ -33,13 +34,29 @@ def test_one_graph_and_the_same_gradients_for_any_bucket_size(ranks, backend, ca
     for seen in ranks(_plain, backend, cap_bytes):
         assert seen.graphs == 1
         # With one bucket there is nothing to report early.
-        assert seen.taps == (0 if seen.buckets == 1 else 8)
+        assert seen.taps == (0 if seen.buckets == 1 else 4)
         # All but the last, which carries the status and leaves when backward is over.
         assert seen.early == [n - 1 for n in seen.rounds]
         assert seen.rounds[-1] == seen.buckets
         assert (seen.buckets == 1) == (cap_bytes == 2**20)
         # What the graph goes on with is known again, and costs nothing.
         assert seen.more == 0
+
+
+def _groups(rank, size):
+    layers = [nn.Linear(2, 128), nn.LayerNorm(128), nn.Linear(128, 128), nn.Linear(128, 128, bias=False)]
+    ddp = DDP(nn.Sequential(*layers, nn.LayerNorm(128)), bucket_cap_mb=0.001)
+    reducer = ddp._reducer
+    return [[reducer.slots.of(param).name for param in members] for members in group(reducer, ddp.parameters())]
+
+
+def test_small_parameters_are_reported_with_the_large_one_behind_them(ranks):
+    for groups in ranks(_groups):
+        assert groups == [
+            ["4.bias", "4.weight", "3.weight"],
+            ["2.bias", "2.weight"],
+            ["1.bias", "1.weight", "0.bias", "0.weight"],
+        ]
 
 
 def _accumulate(rank, size, backend):
