@@ -142,9 +142,9 @@ def measure_size(size_mb: float, settings: Settings, rank: int) -> dict[str, Any
     for index in range(settings.compilations):
         # Not between the two: what the last ones have compiled is what takes the steps below.
         torch.compiler.reset()
-        for mode in sorted(TITLES, reverse=index % 2 == 0):
-            if "error" in found[mode]:
-                continue
+        if any("error" in found[mode] for mode in TITLES):
+            break  # what is compiled after a failure of torch's class may fail for that
+        for mode in sorted(TITLES, reverse=index % 2 == 1):
             dist.barrier()
             trainer = Trainer(mode, size_mb, settings, rank)
             try:
@@ -153,6 +153,7 @@ def measure_size(size_mb: float, settings: Settings, rank: int) -> dict[str, Any
             except Exception as error:
                 # The same on every rank: nothing has been communicated yet.
                 found[mode] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+                trainers.pop(mode, None)
                 continue
             found[mode]["compile_s"].append(taken_s)
             trainers[mode] = trainer

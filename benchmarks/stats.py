@@ -3,13 +3,14 @@
 [Note: why launches]
 Two replicas of the same mode in one process differ by up to 5% for as long as it lives: where their memory lies makes
 the difference, and no number of rounds averages that out. So ranks are started several times, build the modes in
-another order each time, and intervals are made by drawing launches first and rounds of those second.
+another order each time, and intervals are made by drawing launches first and rounds of those second. (With a few
+launches such intervals are still narrower than they say.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class Check:
         return dataclasses.replace(
             self,
             steps=min(self.steps, later.steps),
-            difference=max(self.difference, later.difference),
+            difference=largest([self.difference, later.difference]),
             equal=self.equal and later.equal,
             ranks_equal=self.ranks_equal and later.ranks_equal,
         )
@@ -106,6 +107,11 @@ class Verdict:
     """The most that the ratio may be."""
     word: str
     """As in a row's verdict."""
+
+
+def largest(differences: Iterable[float]) -> float:
+    """Not a number if one of them is not: a difference that cannot be told is no small one."""
+    return float(np.max([0.0, *differences]))
 
 
 def judge(series: Series, mode: str, reference: str, goal: float) -> Verdict | None:

@@ -23,7 +23,7 @@ from .memory import footprint, gradient_bytes, resident_growth
 from .models import Case
 from .modes import COMPILED, MODES, USUAL, Job, Mode, Replica
 from .ranks import Bench
-from .stats import Check, Series
+from .stats import Check, Series, largest
 
 Result = Series | Check | str
 """A string is printed as it is."""
@@ -148,7 +148,7 @@ def _compare(bench: Bench, case: Case, suite: str, replicas: dict[str, Replica],
     reference = _state(replicas[reference_name])
     for name in others:
         state = _state(replicas[name])
-        difference = max((float((a - b).abs().max()) for a, b in zip(state, reference, strict=True)), default=0.0)
+        difference = largest(float((a - b).abs().max()) for a, b in zip(state, reference, strict=True))
         equal = all(torch.equal(a, b) for a, b in zip(state, reference, strict=True))
         weights = torch.cat([p.detach().flatten().double() for p in replicas[name].module.parameters()])
         first = weights.clone()
@@ -162,7 +162,7 @@ def _compare(bench: Bench, case: Case, suite: str, replicas: dict[str, Replica],
             name,
             reference_name,
             steps,
-            max(differences),
+            largest(differences),
             all(equals),
             all(ranks_equal) or suite == "world1",
         )

@@ -5,6 +5,7 @@ No figure is judged here: whether Paceline is fast is what `make bench` answers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -179,6 +180,14 @@ def test_launches_are_put_together() -> None:
     (verdict,) = results.verdicts()
     assert verdict.ratio is not None
     assert (verdict.ratio.value, verdict.word) == (0.5, "unclear")
+
+
+def test_a_difference_that_is_no_number_is_no_small_one() -> None:
+    good = Check("world1", "gpt", "paceline", "torch", 5, 0.0, True, ranks_equal=True, tolerance=1e-3)
+    bad = dataclasses.replace(good, equal=False, difference=float("nan"))
+    assert good.followed_by(good).holds
+    assert not good.followed_by(bad).holds
+    assert not bad.followed_by(good).holds
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ import os
 import shutil
 import tempfile
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.control import errands
+from paceline.errors import RankLostError
 from paceline.transport import creation, kernel, library, rendezvous, segment
 from paceline.transport.rendezvous import meet
 from tests.transport.requirements import needs_shm
@@ -180,6 +183,33 @@ def test_threads_of_one_process_are_refused():
         thread.join()
     assert reasons[0] == reasons[1]
     assert "ranks 0 and 1 are threads of one process" in str(reasons[0])
+
+
+class _Mute(dist.Store):
+    """Takes what it is told, and does not answer who waits, whatever his time-out is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        self.answers.wait()
+
+
+def test_a_silent_store_keeps_nobody(monkeypatch):
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.1)
+    store = _Mute()
+    with pytest.raises(RankLostError, match="could not be made: The process group's store has not answered"):
+        meet(store, rank=0, size=2, timeout=timedelta(seconds=0.2))
+    (left,) = errands._overdue
+    assert left.is_under_way()
+    store.answers.set()
 
 
 class _Notices(logging.Handler):

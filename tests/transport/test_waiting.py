@@ -6,11 +6,14 @@ time of their processes, all threads included.
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from paceline.transport import library
 
 from .conformance import SHM
 from .requirements import needs_shm
@@ -68,3 +71,21 @@ def test_waiting_is_not_working(ranks, how, world_size):
     for burnt_s, waited_s in ranks(_burnt, how, world_size=world_size, backend=SHM)[1:]:
         assert waited_s > WORK_S / 2
         assert burnt_s < MOST * waited_s
+
+
+def test_a_spin_follows_what_was_worth_it():
+    needs_shm()
+    next_spin = library.library().pl_next_spin
+    next_spin.restype, next_spin.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+    most = 3200
+    for spin, slept, expected in [
+        (800, 0, 1600),  # long enough
+        (800, 500, 1600),  # only just too short
+        (800, 5000, 400),  # for nothing
+        (most, 0, most),
+        (most, 500, most // 2),  # longer than the longest is no use
+        (0, 500, most // 32),  # a job may spin that follows one that might not
+        (200, 5000, most // 32),
+    ]:
+        assert next_spin(spin, most, slept) == expected, (spin, slept)
+    assert next_spin(800, 0, 5000) == 0

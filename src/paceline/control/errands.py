@@ -84,6 +84,7 @@ class Errands:
             except BaseException as gave_up:
                 # Ctrl-C, too: what comes back is not the answer to what is asked next.
                 self._overdue = errand
+                _overdue[:] = [each for each in _overdue if each.is_under_way()] + [errand]
                 if isinstance(gave_up, queue.Empty):
                     raise _silent(within_s) from None
                 raise
@@ -122,7 +123,6 @@ class Errands:
             assert thread.ident is not None
             self._thread = thread.ident
             self._pid = os.getpid()
-            _running.add(self)
 
 
 def _silent(waited_s: float) -> StoreSilentError:
@@ -156,12 +156,13 @@ def lines_of(group: dist.ProcessGroup) -> Lines:
     return _lines.setdefault(group, Lines(Errands(), Errands()))
 
 
-_running: weakref.WeakSet[Errands] = weakref.WeakSet()
+_overdue: list[_Errand] = []
+"""All that nobody waits for any more: whoever asked may be gone before the answer comes."""
 
 
 @atexit.register
 def _await_calls() -> None:
     """A thread that is in C++ and comes back while the interpreter ends would take the process down with it."""
     deadline = time.monotonic() + END_S
-    while any(errands.is_silent() for errands in list(_running)) and time.monotonic() < deadline:
+    while any(errand.is_under_way() for errand in _overdue) and time.monotonic() < deadline:
         time.sleep(0.01)

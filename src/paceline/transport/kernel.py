@@ -1,8 +1,8 @@
 """The C kernel of the shared-memory transport, as Python sees it.
 
 The kernel (``csrc/``) is plain C without torch or Python in it; it is loaded with ``ctypes``, whose calls let go of
-the GIL. (One function is called in a quicker way: :meth:`Channel.all_reduce_here`.) It knows addresses, byte counts and
-the ranks of *one host*, nothing of tensors or process groups.
+the GIL. It knows addresses, byte counts and the ranks of *one host*, nothing of tensors or process groups. (One
+function is called in a quicker way, and takes a tensor: :meth:`Channel.all_reduce_here`.)
 
 A :class:`Channel` is this rank's end of a group; every call on it gives a :class:`Job`::
 

@@ -44,10 +44,12 @@ class Reductions(Launcher):
             return self._all_reduce_any([tensor], reduce_op, opts)
         # Options that nobody gave a time-out have a negative one.
         timeout_s = self._timeout_s if opts.timeout.days < 0 else self._limit_s(opts)
-        if not self.channel.all_reduce_here(tensor, reduce_op, timeout_s):
-            return self._all_reduce_any([tensor], reduce_op, opts)
+        # Before it is tried: it counts also if it raises, as it does on ranks that come by the other way.
         self._sequence += 1
-        return ENDED
+        if self.channel.all_reduce_here(tensor, reduce_op, timeout_s):
+            return ENDED
+        self._sequence -= 1
+        return self._all_reduce_any([tensor], reduce_op, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         opts = opts or forms.ALLREDUCE_COALESCED

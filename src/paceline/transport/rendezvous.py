@@ -21,14 +21,16 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from paceline.control.errands import Errands
+from paceline.control.errands import ANSWER_S, Errands
 from paceline.errors import NoRoomError, PacelineError, RankLostError, StoreSilentError
 from paceline.transport import kernel, library
 from paceline.transport.segment import Segment
+
+T = TypeVar("T")
 
 _PROBE_BYTES = 4096
 _TIMEOUT = timedelta(minutes=5)
@@ -112,28 +114,39 @@ class _Talk:
         self._size = size
         self._timeout = timeout
         self._names = names
+        self._errands = Errands()
         # [Note: names that come again] A store may outlive a group and carry the next one of the same name (elastic
         # restarts do that), whose ranks must not take the old one's words and addresses for theirs. Every rank counts
         # its own groups; the counts are equal, since making a group is a collective.
-        self.store = PrefixStore(f"shm/{store.add(f'shm/round/{rank}', 1)}", store)
+        self.store = PrefixStore(f"shm/{self._ask(store.add, f'shm/round/{rank}', 1)}", store)
 
     def exchange(self, topic: str, word: dict[str, Any]) -> list[dict[str, Any]]:
         keys = [f"{topic}/{other}" for other in range(self._size)]
-        self.store.set(keys[self._rank], json.dumps(word))
+        self._ask(self.store.set, keys[self._rank], json.dumps(word))
         try:
-            self.store.wait(keys, self._timeout)
+            self._ask(self.store.wait, keys, self._timeout)
+        except RankLostError:
+            raise
         except RuntimeError as error:
             raise self._nobody_came(keys) from error
-        words = [json.loads(self.store.get(key)) for key in keys]
+        words = [json.loads(found) for found in self._ask(lambda: [self.store.get(key) for key in keys])]
         if not all(isinstance(found, dict) for found in words):
             raise TypeError(f"a word of {topic!r} is not an object")
         return words
 
+    def _ask(self, call: Callable[..., T], *args: Any) -> T:
+        """By a thread: a store that is silent does not even heed its own time-out."""
+        try:
+            return self._errands.run(call, *args, within_s=self._timeout.total_seconds() + ANSWER_S)
+        except StoreSilentError as error:
+            raise RankLostError(f"a process group could not be made: {error}") from error
+
     def _nobody_came(self, keys: Sequence[str]) -> RankLostError:
         try:
-            # By a thread: it may be the store that is silent.
-            there = Errands().run(lambda: [self.store.check([key]) for key in keys])
-        except (StoreSilentError, RuntimeError) as error:
+            there = self._ask(lambda: [self.store.check([key]) for key in keys])
+        except RankLostError as error:
+            return error
+        except RuntimeError as error:
             return RankLostError(f"a process group could not be made: {error}")
         silent = [name for name, came in zip(self._names, there, strict=True) if not came]
         return RankLostError(

@@ -20,7 +20,10 @@
  *   -DNO_RECHECK    a sleeper does not look again after it has counted itself, and the futex does not compare
  *
  * -DWRITE_BACK checks a staged all_reduce of two ranks as well: in round k each puts its result where the other's input
- * was, and finds the other's in its own half after the gate of k + 1.
+ * was, and finds the other's in its own half after the gate of k + 1. Its mutants:
+ *
+ *   -DEARLY_RESULT  the other's result of a round may be read before the gate of the next is passed
+ *   -DLATE_RESULT   the own result of a round is written after arriving at the next
  *
  * -DZERO_COPY checks the other protocol: pairs of rounds, between which rank r owns share r of all tensors.
  */
@@ -159,6 +162,12 @@ inline pass(k) {
 
 #ifndef ZERO_COPY
 
+#ifdef EARLY_RESULT
+#define RESULT(k) early
+#else
+#define RESULT(k) LOAD(AT(me, HALF(k)))
+#endif
+
 inline read_others(k) {
     for (other : 0 .. N - 1) {
         if
@@ -178,6 +187,15 @@ active [N] proctype rank() {
         early = LOAD(AT(1 - me, HALF(k)));
 #endif
         arrive(k);
+#ifdef EARLY_RESULT
+        early = LOAD(AT(me, HALF(k - 1)));
+#endif
+#ifdef LATE_RESULT
+        if
+        :: k > 1 -> store(AT(1 - me, HALF(k - 1)), 100 + k - 1)
+        :: else
+        fi;
+#endif
 #ifdef LATE_READS
         if
         :: k > 1 -> read_others(k - 1)
@@ -192,10 +210,12 @@ active [N] proctype rank() {
         read_others(k);
 #ifdef WRITE_BACK
         if
-        :: k > 1 -> assert(LOAD(AT(me, HALF(k - 1))) == 100 + k - 1)
+        :: k > 1 -> assert(RESULT(k - 1) == 100 + k - 1)
         :: else
         fi;
+#ifndef LATE_RESULT
         store(AT(1 - me, HALF(k)), 100 + k)
+#endif
 #endif
 #endif
 #endif

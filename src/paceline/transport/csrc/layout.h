@@ -32,7 +32,7 @@
 #include "pl.h"
 
 #define PL_MAGIC UINT64_C(0x31656e696c636170) /* "pacline1" */
-#define PL_LAYOUT 3                           /* changes with anything in this file */
+#define PL_LAYOUT 4                           /* changes with anything in this file */
 /* Neighbouring lines are fetched in pairs on much of x86, and 128 is a line elsewhere. */
 #define PL_LINE 128
 #define PL_CAUSE_BYTES 320

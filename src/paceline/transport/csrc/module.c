@@ -29,20 +29,20 @@ static const dlpack_exchange *tensors;
 static PyObject *is_neg;
 
 PyDoc_STRVAR(know_tensors_doc, "know_tensors(one, other)\n\n"
-                               "The types that all_reduce takes; their subclasses may be anything.");
+                               "The types that all_reduce takes; their subclasses may be anything. It takes none if they\n"
+                               "tell of themselves in a way that is not known here.");
 
 static PyObject *know_tensors(PyObject *module, PyObject *const *types, Py_ssize_t n) {
     (void)module;
     if (n != 2 || !PyType_Check(types[0]) || !PyType_Check(types[1]))
         return PyErr_Format(PyExc_TypeError, "know_tensors takes 2 types");
+    if (!is_neg && !(is_neg = PyUnicode_InternFromString("is_neg"))) return NULL;
     PyObject *capsule = PyObject_GetAttrString(types[0], "__dlpack_c_exchange_api__");
-    if (!capsule) return NULL;
-    const dlpack_exchange *found = PyCapsule_GetPointer(capsule, DLPACK_CAPSULE);
-    Py_DECREF(capsule); /* the table stays as long as the process */
-    if (!found || (!is_neg && !(is_neg = PyUnicode_InternFromString("is_neg")))) return NULL;
-    if (found->major != DLPACK_MAJOR || found->minor < DLPACK_LEAST_MINOR)
-        return PyErr_Format(PyExc_NotImplementedError, "DLPack %u.%u is not known here", found->major, found->minor);
-    tensors = found;
+    const dlpack_exchange *found = capsule ? PyCapsule_GetPointer(capsule, DLPACK_CAPSULE) : NULL;
+    Py_XDECREF(capsule); /* the table stays as long as the process */
+    PyErr_Clear();
+    const int known = found && found->major == DLPACK_MAJOR && found->minor >= DLPACK_LEAST_MINOR && found->describe;
+    tensors = known ? found : NULL;
     for (int k = 0; k < 2; k++) tensor_types[k] = (PyTypeObject *)Py_NewRef(types[k]);
     Py_RETURN_NONE;
 }
@@ -90,7 +90,7 @@ static int is_negated(PyObject *tensor) {
 static int look_at(PyObject *tensor, dlpack_tensor *t, int *dtype, int64_t *count) {
     if (!tensors || (Py_TYPE(tensor) != tensor_types[0] && Py_TYPE(tensor) != tensor_types[1])) return 0;
     if (tensors->describe(tensor, t) == 0 && t->device_type == DLPACK_CPU && (*dtype = dtype_of(t)) >= 0 &&
-        (*count = count_of(t)) >= 0 && !is_negated(tensor))
+        (*count = count_of(t)) >= 0 && (t->data || !*count) && !is_negated(tensor))
         return 1;
     PyErr_Clear(); /* whoever looks closer says it better */
     return 0;

@@ -103,6 +103,9 @@ PL_API void pl_free(pl_channel *);  /* after closing, when nobody is going to ca
 PL_API void pl_on_interrupt(int (*is_interrupted)(void));
 PL_API void pl_set_spin(pl_channel *, double inline_s, double worker_s);
 
+/* How long the wait after one spins that spun for `spin_ns`, of `most_ns`, and slept for `slept_ns` then. */
+PL_API int64_t pl_next_spin(int64_t spin_ns, int64_t most_ns, int64_t slept_ns);
+
 PL_API int pl_job_wait(pl_job *, double timeout_s); /* its status; PL_PENDING when the time is up */
 PL_API int pl_job_status(pl_job *);
 PL_API const char *pl_job_message(pl_job *);
