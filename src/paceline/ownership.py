@@ -25,7 +25,8 @@ def enter(reducer: Reducer) -> None:
 
 def live() -> Sequence[Reducer]:
     """The reducers of all wrappers that there are, by order of creation."""
-    return [reducer for ref in _live if (reducer := ref()) is not None]
+    # A copy: one that dies meanwhile takes itself out of the list.
+    return [reducer for ref in tuple(_live) if (reducer := ref()) is not None]
 
 
 def take_over(reducer: Reducer) -> None:

@@ -6,6 +6,7 @@ to use it."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import os
@@ -165,34 +166,70 @@ def headers_beside() -> Iterator[None]:
         # They come before a kernel, which is not compiled itself. What goes wrong will go wrong where it is needed.
         CppPythonBindingsCodeCache.load_pybinding_async([], "", submit_fn=lambda _: None)
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        pool.submit(compile_headers)
+    pool = ThreadPoolExecutor(max_workers=1)
+    # In this context: Inductor's settings are variables of it, and what a trial finds out is kept for good.
+    pool.submit(contextvars.copy_context().run, compile_headers)
+    try:
         yield
+    except BaseException:
+        # Whoever is to hear of it does not wait for headers.
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
-@contextlib.contextmanager
-def kernels_beside() -> Iterator[None]:
+_Waits = list[tuple[Any, dict[str, Any]]]
+
+
+class _Later:
+    """Stands for ``AsyncCompile.wait`` while some thread is inside ``kernels_beside``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._torchs: Any = None
+        self._postponed: dict[int, _Waits] = {}
+        """By thread: those that are inside."""
+
+    @contextlib.contextmanager
+    def postponing(self) -> Iterator[None]:
+        from torch._inductor.async_compile import AsyncCompile
+
+        compiler: Any = AsyncCompile
+        thread, mine = threading.get_ident(), _Waits()
+        with self._lock:
+            outer = self._postponed.get(thread)
+            if not self._postponed:
+                self._torchs, compiler.wait = compiler.wait, lambda *given: self._wait(*given)
+            self._postponed[thread] = mine
+            torchs = self._torchs
+        try:
+            yield
+        finally:
+            with self._lock:
+                if outer is None:
+                    del self._postponed[thread]
+                else:
+                    self._postponed[thread] = outer
+                if not self._postponed:
+                    compiler.wait = torchs
+        for waiting, scope in mine:
+            torchs(waiting, scope)
+
+    def _wait(self, compiler: Any, scope: dict[str, Any]) -> None:
+        mine = self._postponed.get(threading.get_ident())
+        if mine is None:
+            self._torchs(compiler, scope)
+        else:
+            mine.append((compiler, scope))
+
+
+_later = _Later()
+
+
+def kernels_beside() -> contextlib.AbstractContextManager[None]:
     """Beside what this thread does inside, C++ kernels are compiled: Inductor waits for them at the end of it.
 
     Its threads compile the kernels of a graph while it waits for them. The forward's are not needed before the backward
     is compiled, too, which begins with as much Python. It has no setting for it.
     """
-    from torch._inductor.async_compile import AsyncCompile
-
-    compiler: Any = AsyncCompile
-    torchs, thread = compiler.wait, threading.get_ident()
-    postponed: list[tuple[Any, dict[str, Any]]] = []
-
-    def wait(self: Any, scope: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            postponed.append((self, scope))
-        else:
-            torchs(self, scope)
-
-    compiler.wait = wait
-    try:
-        yield
-    finally:
-        compiler.wait = torchs
-    for waiting, scope in postponed:
-        torchs(waiting, scope)
+    return _later.postponing()
