@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
-from paceline.errors import DisagreementError, PeerFailedError, RankLostError, StateError
+from paceline.errors import BadCollectiveError, DisagreementError, PeerFailedError, RankLostError, StateError
 from paceline.transport import Options, arena
 from paceline.transport.process_group import ShmProcessGroup
 from tests.transport.requirements import needs_shm
@@ -153,6 +153,24 @@ def _fork(rank, world_size):
 
 def test_a_fork_is_not_a_rank_and_does_no_harm(shm):
     shm(_fork)
+
+
+def _without_memory(rank, world_size):
+    """What FSDP does to parameters that it has no use for."""
+    gone = torch.ones(4)
+    gone.untyped_storage().resize_(0)
+    for async_op in (False, True):
+        with pytest.raises(BadCollectiveError, match="4 elements and no memory"):
+            dist.all_reduce(gone, async_op=async_op)
+    # Nothing was sent, and an empty tensor is no mistake.
+    dist.all_reduce(torch.ones(0))
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [world_size] * 4
+
+
+def test_a_tensor_without_memory_is_refused(shm):
+    shm(_without_memory)
 
 
 # -- works and futures --------------------------------------------------------------------------------------------

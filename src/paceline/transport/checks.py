@@ -57,7 +57,8 @@ def tensor(found: object, what: str) -> Tensor:
         )
     if found.layout is not torch.strided or found.dtype in _QUANTIZED:
         raise BadCollectiveError(f"shm {what}: unsupported layout or dtype ({found.layout}, {found.dtype})")
-    if not found.data_ptr() and found.numel():
+    # Not of subclasses: some have no memory of their own, and know how to be read all the same.
+    if type(found) is Tensor and not found.data_ptr() and found.numel():
         raise BadCollectiveError(
             f"shm {what}: the tensor has {found.numel()} elements and no memory (its storage was resized to nothing)"
         )
