@@ -12,6 +12,7 @@ from paceline.bucket import SMALL_BUCKET_NUMEL, SMALL_NUMEL, TINY_NUMEL, Allocat
 from paceline.inbox import MANY
 from paceline.ledger import Ledger
 from paceline.plan import BucketPlan
+from paceline.portion import Portion
 from paceline.status import StatusCode
 
 # No two buckets on one cache line: different ranks write them.
@@ -76,7 +77,9 @@ class Layout:
                 slot.bucket = bucket.spec.index
                 small = copy_in_batches or slot.local.numel() <= limit
                 slot.deferred = (small or scaled_at_end) and not bucket.spec.sparse
-                slot.prompt = not small or bucket.spec.sparse
+                # To look at a part's gradient may be a collective of its own mesh ([Note: portions] in portion.py): one
+                # moment on all ranks of that, though the parts, and so their batches, differ in size.
+                slot.prompt = not small or bucket.spec.sparse or isinstance(slot.param, Portion)
             # The gradient that completes a bucket, going by the order seen so far.
             bucket.slots[-1].prompt = True
         self.status_code = StatusCode(n_ranks=n_ranks, n_buckets=len(self.buckets), n_params=len(self.slots))

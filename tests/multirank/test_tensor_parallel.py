@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import paceline
+from paceline.bucket import TINY_NUMEL
 from paceline.errors import ParameterMismatchError, ReplicaMismatchError, StateError
 
 from ._ddp import batch
@@ -153,6 +154,31 @@ def _training(rank, world_size):
 
 def test_weights_are_those_of_one_process(ranks):
     assert set(ranks(_training, world_size=4)) == {(3, 4)}
+
+
+def _uneven(rank, world_size):
+    """Parts on either side of the size up to which gradients wait for each other, and norms to be summed in between."""
+    dp, tp = _meshes()
+    torch.manual_seed(3)
+    width = 2 * TINY_NUMEL // 4 + 1
+    layers = [(nn.LayerNorm(4), nn.Linear(4, width, bias=False), nn.Linear(width, 4, bias=False)) for _ in range(4)]
+    whole = nn.Sequential(*(module for layer in layers for module in layer)).double()
+    parts = copy.deepcopy(whole)
+    shared = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+    shared._apply(parts[0], tp)
+    # Between the two layers it stays a DTensor: from local tensors alone the whole would be guessed to be even.
+    up = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    kinds = (SequenceParallel(), up, RowwiseParallel(output_layouts=Shard(1)))
+    plan = {str(n): kinds[n % 3] for n in range(len(parts) - 1)}
+    parallelize_module(parts, tp, {**plan, str(len(parts) - 1): RowwiseParallel(output_layouts=Replicate())})
+    ddp = paceline.DDP(parts, device_mesh=dp)
+    _train(ddp, whole, dp, "uneven")
+    return parts[1].weight.to_local().numel()
+
+
+def test_parts_of_different_sizes_talk_in_one_order(ranks):
+    small, large = sorted(set(ranks(_uneven, world_size=4)))
+    assert small <= TINY_NUMEL < large
 
 
 def _as_torch_s_class(rank, world_size):
