@@ -133,8 +133,10 @@ class Reducer:
             self.activate()
 
     def move_to(self, group: dist.ProcessGroup, channel: Channel) -> None:
-        """Reduce over another group from now on."""
+        """Reduce over another group from now on, with whose ranks this one has compared what it has."""
         self.courier.move_to(group, channel)
+        # If it was due, then in the group before.
+        self.compare = None
         self._forget_step()
         self.phase, self._backward = Phase.IDLE, None
         # Anew: the ranks of this group may have learnt different things before.

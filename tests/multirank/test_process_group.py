@@ -112,6 +112,24 @@ def test_disjoint_subgroups(ranks):
     ranks(_subgroup, world_size=4)
 
 
+def _moved_before_comparing(rank, world_size):
+    """Two ranks have trained in a group of their own and compared there, the third has not: now they meet."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    whole = dist.new_group([0, 1, 2])
+    ddp = DDP(nn.Linear(4, 2), process_group=groups[rank // 2], init_sync=False)
+    if rank < 2:
+        ddp(torch.ones(1, 4)).sum().backward()
+        ddp.zero_grad()
+    ddp._update_process_group(whole)
+    ddp(torch.full((1, 4), float(rank))).sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[1.0] * 4] * 2
+
+
+@ours_only
+def test_a_new_group_before_the_first_exchange_without_init_sync(ranks):
+    ranks(_moved_before_comparing, world_size=3)
+
+
 # -- _remove_autograd_hooks ----------------------------------------------------------------------------------
 
 
