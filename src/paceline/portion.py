@@ -60,10 +60,14 @@ class Portion:
 
 
 def describe_placement(param: Tensor) -> str:
-    """What ranks compare of a parameter besides its local tensor; empty for plain ones."""
+    """What ranks compare of a parameter besides its local tensor: of what it is which part. Empty for plain ones."""
     if not _torch.is_dtensor(param):
         return ""
-    return f"{', '.join(map(str, param.placements))} of {tuple(param.shape)}"
+    coordinate = param.device_mesh.get_coordinate() or ()
+    # Where it is replicated, one place in the mesh is as good as another.
+    part = [where for where, placement in zip(coordinate, param.placements, strict=False) if placement.is_shard()]
+    described = f"{', '.join(map(str, param.placements))} of {tuple(param.shape)}"
+    return f"{described}, part {', '.join(map(str, part))}" if part else described
 
 
 def check_placement(name: str, param: Tensor) -> None:

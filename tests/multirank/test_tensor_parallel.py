@@ -352,6 +352,12 @@ def _refusals(rank, world_size):
     linear.weight = nn.Parameter(distribute_tensor(whole[0], tp, whole[1]))
     with pytest.raises(ParameterMismatchError, match=r"'weight': placement is .* of \(2, 4\)' on rank 0"):
         paceline.DDP(linear, device_mesh=dp)
+    # Parts of different replicas, but not the same part.
+    groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    sharded = nn.Linear(4, 4)
+    sharded.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), tp, [Shard(0)]))
+    with pytest.raises(ParameterMismatchError, match=r"'weight': placement .*part [01]' on rank \d and .*part [01]'"):
+        paceline.DDP(sharded, process_group=groups[rank in (1, 2)])
     # Usable afterwards.
     ddp = paceline.DDP(parts, device_mesh=dp)
     ddp(_input(dp.get_local_rank(), 0)).sum().backward()
