@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline import _torch
 from paceline.control import OPTION
 from paceline.options import BufferPolicy, Caps, Delay, check_mixed_precision, check_verify_every
 from paceline.plan import MB
+from paceline.portion import describe_placement
 from paceline.step import ReducerOptions
 
 
@@ -54,6 +56,11 @@ class Arguments:
 
     def rows(self, buffers: Mapping[str, Tensor]) -> list[list[Any]]:
         """For ranks to compare, with the buffers of the module."""
+        parts = [
+            [name, list(_torch.local_tensor(buffer).shape), describe_placement(buffer)]
+            for name, buffer in buffers.items()
+            if self.buffer_policy.ever and _torch.is_dtensor(buffer)
+        ]
         options = {
             "bucket_cap_mb": [cap / MB for cap in self.caps.caps_bytes],
             "find_unused_parameters": self.find_unused_parameters,
@@ -64,5 +71,6 @@ class Arguments:
             "mixed_precision": repr(self.mixed_precision).rpartition("(")[2],
             "verify_every": self.verify_every,
             "buffers": [[name, list(b.shape), str(b.dtype)] for name, b in buffers.items()],
+            "parts of buffers": parts,
         }
         return [[OPTION + name, value] for name, value in options.items()]

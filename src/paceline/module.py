@@ -111,6 +111,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                     stacklevel=2,
                 )
             self._keep_for_torch_s_names(module, dim, device_mesh)
+            self._buffer_sync = BufferSync(module, ignored=frozenset(self.parameters_to_ignore))
             roster = self._read_roster()
             self._check_roster(roster)
             self.placement = Placement.from_arguments(roster.params, device_ids, output_device)
@@ -152,7 +153,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def _read_roster(self, group: dist.ProcessGroup | None = None) -> Roster:
         ignored = frozenset(self.parameters_to_ignore)
         roster = Roster(self.module, ignored=ignored, delayed=self.arguments.delay.names)
-        portion.check_group(roster.specs, roster.params, group or self.process_group)
+        group = group or self.process_group
+        portion.check_parameters(roster.specs, roster.params, group)
+        if self._arguments_now().buffer_policy.ever:
+            portion.check_buffers(self._buffer_sync.named(), group)
         return roster
 
     def _check_roster(self, roster: Roster) -> None:
@@ -183,7 +187,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         arguments = self._arguments_now()
         ignored = frozenset(self.parameters_to_ignore)
-        self._buffer_sync = BufferSync(self.module, ignored=ignored)
         if verify:
             self._compare(channel, roster)
         # Only now: a wrapper that could not be made must not leave hooks on the module.
@@ -573,6 +576,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         super().__setstate__(state)
         self.process_group = choose_group(None, None)
         self.logger = None
+        self._buffer_sync = BufferSync(self.module, ignored=frozenset(self.parameters_to_ignore))
         rate = self.logbook.sample_rate
         self._start(self._read_roster(), Channel(self.process_group), verify=False)
         self.logbook.sample_rate = rate

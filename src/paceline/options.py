@@ -107,6 +107,10 @@ class BufferPolicy:
     at_start: bool
     before_forward: bool
 
+    @property
+    def ever(self) -> bool:
+        return self.at_start or self.before_forward
+
     @staticmethod
     def from_arguments(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> BufferPolicy:
         if broadcast_buffers is not None:

@@ -13,7 +13,7 @@ ranks that did not use the parameter cannot know what their zeros are to be part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -70,37 +70,48 @@ def describe_placement(param: Tensor) -> str:
     return f"{described}, part {', '.join(map(str, part))}" if part else described
 
 
-def check_placement(name: str, param: Tensor) -> None:
+def check_placement(name: str, param: Tensor, *, kind: str = "Parameter") -> None:
     """Refuse a tensor whose elements are not its own to send."""
     if _torch.is_dtensor(param):
         if _torch.has_partial_placement(param):
             raise StateError(
-                f"Parameter {name!r} is a DTensor with a partial placement ({describe_placement(param)}): its value is "
+                f"{kind} {name!r} is a DTensor with a partial placement ({describe_placement(param)}): its value is "
                 "the sum of what several ranks hold, and so no rank's to update. Redistribute it to Replicate() or "
                 "Shard(dim) before wrapping the module."
             )
     elif hasattr(param, "__tensor_flatten__"):
         # The protocol of tensors made of other tensors.
         raise StateError(
-            f"Parameter {name!r} is a {type(param).__name__}, which holds its values in other tensors; only plain "
-            "tensors and DTensors are averaged. Leave it out with "
+            f"{kind} {name!r} is a {type(param).__name__}, which holds its values in other tensors; only plain "
+            "tensors and DTensors are made alike. Leave it out with "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)."
         )
 
 
-def check_group(specs: Sequence[ParameterSpec], params: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Refuse a group some of whose ranks hold other parts of the same parameter: those are not to be averaged."""
-    distributed = [(spec.name, param) for spec, param in zip(specs, params, strict=True) if spec.placement]
+def check_parameters(specs: Sequence[ParameterSpec], params: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Refuse parameters of which the ranks of ``group`` hold different parts: those are not to be averaged."""
+    _check_group([(s.name, p) for s, p in zip(specs, params, strict=True) if s.placement], group, kind="Parameter")
+
+
+def check_buffers(buffers: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Refuse buffers that cannot be broadcast in ``group``, for the same reasons as parameters."""
+    special = [(name, buffer) for name, buffer in buffers.items() if type(buffer) is not Tensor]
+    for name, buffer in special:
+        check_placement(name, buffer, kind="Buffer")
+    _check_group([(name, buffer) for name, buffer in special if _torch.is_dtensor(buffer)], group, kind="Buffer")
+
+
+def _check_group(distributed: Sequence[tuple[str, Any]], group: dist.ProcessGroup, *, kind: str) -> None:
     if not distributed:
         return
     others = frozenset(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    for name, param in distributed:
-        both = sorted(others.intersection(_torch.mesh_ranks(param)))
+    for name, tensor in distributed:
+        both = sorted(others.intersection(_torch.mesh_ranks(tensor)))
         if both:
             raise StateError(
-                f"Parameter {name!r} is a DTensor over a mesh in which rank {dist.get_rank()} is together with rank "
+                f"{kind} {name!r} is a DTensor over a mesh in which rank {dist.get_rank()} is together with rank "
                 f"{', '.join(map(str, both))} of this wrapper's process group, so its ranks hold parts of one replica, "
-                "which cannot be averaged with each other. Use a mesh with a dimension for each, "
-                "mesh = init_device_mesh(device, (n, m), mesh_dim_names=('dp', 'tp')): distribute the parameters over "
+                "which cannot be made alike. Use a mesh with a dimension for each, "
+                "mesh = init_device_mesh(device, (n, m), mesh_dim_names=('dp', 'tp')): distribute the module over "
                 "mesh['tp'] and wrap with device_mesh=mesh['dp']."
             )

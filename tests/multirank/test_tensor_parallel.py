@@ -358,6 +358,18 @@ def _refusals(rank, world_size):
     sharded.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), tp, [Shard(0)]))
     with pytest.raises(ParameterMismatchError, match=r"'weight': placement .*part [01]' on rank \d and .*part [01]'"):
         paceline.DDP(sharded, process_group=groups[rank in (1, 2)])
+    # The same for buffers, of which rank 0's part would overwrite the others; but not where nobody sends them.
+    buffered = nn.Linear(4, 2)
+    buffered.scale = nn.Buffer(distribute_tensor(torch.ones(4), tp, [Shard(0)]))
+    with pytest.raises(StateError, match=rf"Buffer 'scale'.*together with rank {rank ^ 1} of"):
+        paceline.DDP(buffered)
+    with pytest.raises(ParameterMismatchError, match=r"parts of buffers.*scale.*part [01]"):
+        paceline.DDP(buffered, process_group=groups[rank in (1, 2)])
+    with pytest.warns(FutureWarning, match="broadcast_buffers"):
+        paceline.DDP(buffered, broadcast_buffers=False)
+    buffered.scale = nn.Buffer(DTensor.from_local(torch.ones(4), tp, [Partial()]))
+    with pytest.raises(StateError, match=r"Buffer 'scale'.*partial placement"):
+        paceline.DDP(buffered, device_mesh=dp)
     # Usable afterwards.
     ddp = paceline.DDP(parts, device_mesh=dp)
     ddp(_input(dp.get_local_rank(), 0)).sum().backward()
