@@ -51,6 +51,18 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def has_default_strides(tensor: Tensor) -> bool:
+    """Stricter than ``is_contiguous()``, to which the strides of dimensions of size 1 do not matter."""
+    if 1 not in tensor.shape:
+        return tensor.is_contiguous()
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def dense_stride(param: Tensor) -> tuple[int, ...]:
     """The strides of a parameter's gradient: its own, or where those leave holes the nearest without."""
     return param.stride() if is_dense(param) else torch.empty_like(param, device="meta").stride()
@@ -240,7 +252,7 @@ class Bucket:
     def _make_views(self, flat: Tensor) -> list[Tensor]:
         """Give each slot its view of ``flat``; they are counted once nothing but the slots and this list has them."""
         tensors = [slot.local for slot in self.slots]
-        if all(tensor.is_contiguous() and tensor.numel() for tensor in tensors):
+        if all(tensor.numel() and has_default_strides(tensor) for tensor in tensors):
             # In half the time. ``data``, as what is made here must not be a view in autograd's sense: see `_alias`.
             views = [view.data for view in _torch.unflatten_dense(flat, tensors)]
         else:

@@ -382,6 +382,13 @@ def _channels_last(rank, world_size, flags):
             assert p.grad.stride() == p.stride(), name
     assert ddp.module.net[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
+    # One that torch calls contiguous all the same, and nothing else that is not.
+    pointwise = nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last)
+    ddp = DDP(pointwise.double(), **flags)
+    for _ in range(2):
+        step(ddp, rank, 5)
+        assert pointwise.weight.grad.stride() == pointwise.weight.stride() == (3, 1, 3, 3)
+
 
 @pytest.mark.parametrize("flags", [*FLAGS[:3], FLAGS[6]], ids=_flag_id)
 def test_channels_last_gradients_keep_their_strides(ranks, flags):
