@@ -282,16 +282,18 @@ def _rarer(rank, world_size):
     sum((whole(_input(n, 0)).pow(2).mean() / 2) for n in range(2)).backward(create_graph=True)
     once = []
     for model in (parts, whole):
-        grads = [model.up.weight.grad, model.table.grad]
+        # Autograd leaves the norm's to be summed over the mesh.
+        grads = [model.up.weight.grad, model.table.grad, model.norm.weight.grad]
         model.zero_grad()
         once.append(sum(_full(grad).pow(2).sum() for grad in grads))
     torch.testing.assert_close(*once, rtol=RTOL, atol=ATOL)
     with ddp.no_sync():
         once[0].backward()
     once[1].backward()
-    mine = _full(parts.up.weight.grad)
-    dist.all_reduce(mine, group=dp.get_group())
-    torch.testing.assert_close(mine / dp.size(), whole.up.weight.grad, rtol=1e-6, atol=ATOL)
+    for name in ("up", "norm"):
+        mine = _full(parts.get_submodule(name).weight.grad)
+        dist.all_reduce(mine, group=dp.get_group())
+        torch.testing.assert_close(mine / dp.size(), whole.get_submodule(name).weight.grad, rtol=1e-6, atol=ATOL)
 
     # Low precision: casts of DTensors are DTensors, and their gradients are whole again.
     parts, whole = _models(tp)
