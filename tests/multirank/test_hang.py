@@ -26,7 +26,7 @@ from paceline.control.progress import read_file
 from paceline.control.user_code import OWN_COLLECTIVE
 from paceline.control.vigil import Vigil
 from paceline.doctor import doctor
-from paceline.errors import BadArgumentError, BadTypeError, RankLostError
+from paceline.errors import BadArgumentError, BadTypeError, PeerError, RankLostError
 from paceline.options import HangWatch
 from paceline.testing import RankError
 
@@ -142,10 +142,11 @@ def _start_watching(ddp: DDP, watch: HangWatch) -> None:
 
 def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
     ddp = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucket_cap_mb=0.00005)
-    _start_watching(ddp, HangWatch(mode, 1.0))
+    # Both wait if they have parted: it is for rank 0 to find out, while rank 1 is still there to be asked.
+    _start_watching(ddp, HangWatch(mode, 60.0 if (rank, how) == (1, "parted") else 1.0))
     if rank == 1:
         if how == "parted":
-            with pytest.raises(RankLostError):
+            with pytest.raises(PeerError):
                 _get_stuck(how, ddp)
             return {}
         _get_stuck(how, ddp)
@@ -276,6 +277,8 @@ def _one_of_four(rank: int, size: int) -> str:
     except RankLostError as error:
         if _store().add("done", 1) == size - 1:
             _store().set("told", "")
+        # The others may be about to ask this one: it is there until they have been told.
+        _until_told()
         return f"{error} ({error.rank})"
     return ""
 
