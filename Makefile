@@ -60,7 +60,7 @@ bench-shm: install
 
 # Compiled training: step time by model; graphs, compile time, step time and overlap by bucket size.
 bench-compile: install
-	$(BIN)/python -m benchmarks --suite compile --budget 20 --out benchmarks/results/compile
+	$(BIN)/python -m benchmarks --suite compile --budget 20 --launches 2 --out benchmarks/results/compile
 	$(BIN)/python -m benchmarks.buckets --out benchmarks/results/compile
 
 # How soon a compiled training starts: each rank compiles, or one does for all.

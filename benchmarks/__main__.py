@@ -82,9 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
             if kind == "progress":
                 bar.update(task, description=event["label"], completed=event["done"], total=event["total"])
             elif kind == "series":
-                results.add_series(Series(**event))
+                results.add(Series(**event))
             elif kind == "check":
-                results.add_check(Check(**event))
+                results.add(Check(**event))
             else:
                 bar.console.print(event["text"], markup=False)
 

@@ -39,13 +39,11 @@ class Results:
     def checks(self) -> list[Check]:
         return list(self.checks_by_key.values())
 
-    def add_series(self, found: Series) -> None:
-        known = self.series_by_key.get(found.key)
-        self.series_by_key[found.key] = found if known is None else known.followed_by(found)
-
-    def add_check(self, found: Check) -> None:
-        known = self.checks_by_key.get(found.key)
-        self.checks_by_key[found.key] = found if known is None else known.followed_by(found)
+    def add(self, found: Series | Check) -> None:
+        """What one launch has found, behind what earlier ones have."""
+        table: dict[tuple[str, str, str], Any] = self.series_by_key if isinstance(found, Series) else self.checks_by_key
+        known = table.get(found.key)
+        table[found.key] = found if known is None else known.followed_by(found)
 
     def verdicts(self) -> list[Verdict]:
         found = (

@@ -168,10 +168,8 @@ def test_intervals_know_of_launches() -> None:
 def test_launches_are_put_together() -> None:
     results = Results(about={})
     for value, equal in ((2.0, True), (1.0, False), (1.0, True)):
-        results.add_series(
-            Series("shm", "gpt", "step", "s", {"torch-views": [2.0, 2.0], "paceline-shm": [value, value]})
-        )
-        results.add_check(Check("shm", "gpt", "paceline-shm", "torch-views", 5, 0.0, equal, ranks_equal=True))
+        results.add(Series("shm", "gpt", "step", "s", {"torch-views": [2.0, 2.0], "paceline-shm": [value, value]}))
+        results.add(Check("shm", "gpt", "paceline-shm", "torch-views", 5, 0.0, equal, ranks_equal=True))
     (series,), (check,) = results.series, results.checks
     assert series.values["paceline-shm"] == [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     assert series.sizes() == (2, 2, 2)

@@ -211,17 +211,21 @@ def test_if_the_rank_that_compiles_fails_all_do(ranks):
     ranks(_fails, timeout=TIMEOUT_S)
 
 
-def _unreadable(rank, size, folder):
-    """What rank 0 cannot read of its own is told to the others, which wait to hear how it went."""
+def _all_hear(rank, folder, patch, said, salt):
+    """What goes wrong on rank 0 is told to the others, which wait to hear how it went.
 
-    def gone():
-        raise OSError("no such folder")
-
-    with _own_cache(folder, rank), mock.patch.object(_torch, "kernel_folder", gone):
-        expected = (Exception, errors.PeerFailedError)[rank]
-        with agreement(True, once=True), pytest.raises(expected, match=r"no such folder|rank 0 raised"):
-            torch.compile(lambda x: x.cos() + 1.25, backend="inductor")(torch.ones(3))
+    ``salt`` is a number that no other kernel has: the process keeps those it has built.
+    """
+    with _own_cache(folder, rank), patch:
+        expected, match = ((Exception, said), (errors.PeerFailedError, "rank 0 raised"))[rank]
+        with agreement(True, once=True), pytest.raises(expected, match=match):
+            torch.compile(lambda x: x.cos() + salt, backend="inductor")(torch.ones(3))
     dist.barrier()
+
+
+def _unreadable(rank, size, folder):
+    gone = mock.patch.object(_torch, "kernel_folder", side_effect=OSError("no such folder"))
+    _all_hear(rank, folder, gone, "no such folder", 1.25)
 
 
 def test_if_the_artifacts_cannot_be_read_all_ranks_hear_of_it(ranks, tmp_path):
@@ -236,11 +240,7 @@ def _does_not_build(rank, size, folder):
             raise OSError("no space left for kernels")
         return build(builder)
 
-    with _own_cache(folder, rank), mock.patch.object(cpp_builder.CppBuilder, "build", refuse):
-        expected = (Exception, errors.PeerFailedError)[rank]
-        with agreement(True, once=True), pytest.raises(expected, match=r"no space left|rank 0 raised"):
-            torch.compile(lambda x: x.cos() + 2.125, backend="inductor")(torch.ones(3))
-    dist.barrier()
+    _all_hear(rank, folder, mock.patch.object(cpp_builder.CppBuilder, "build", refuse), "no space left", 2.125)
 
 
 def test_if_a_kernel_cannot_be_built_all_ranks_hear_of_it(ranks, tmp_path):

@@ -178,58 +178,33 @@ def headers_beside() -> Iterator[None]:
     pool.shutdown()
 
 
-_Waits = list[tuple[Any, dict[str, Any]]]
-
-
-class _Later:
-    """Stands for ``AsyncCompile.wait`` while some thread is inside ``kernels_beside``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._torchs: Any = None
-        self._postponed: dict[int, _Waits] = {}
-        """By thread: those that are inside."""
-
-    @contextlib.contextmanager
-    def postponing(self) -> Iterator[None]:
-        from torch._inductor.async_compile import AsyncCompile
-
-        compiler: Any = AsyncCompile
-        thread, mine = threading.get_ident(), _Waits()
-        with self._lock:
-            outer = self._postponed.get(thread)
-            if not self._postponed:
-                self._torchs, compiler.wait = compiler.wait, lambda *given: self._wait(*given)
-            self._postponed[thread] = mine
-            torchs = self._torchs
-        try:
-            yield
-        finally:
-            with self._lock:
-                if outer is None:
-                    del self._postponed[thread]
-                else:
-                    self._postponed[thread] = outer
-                if not self._postponed:
-                    compiler.wait = torchs
-        for waiting, scope in mine:
-            torchs(waiting, scope)
-
-    def _wait(self, compiler: Any, scope: dict[str, Any]) -> None:
-        mine = self._postponed.get(threading.get_ident())
-        if mine is None:
-            self._torchs(compiler, scope)
-        else:
-            mine.append((compiler, scope))
-
-
-_later = _Later()
-
-
-def kernels_beside() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def kernels_beside() -> Iterator[None]:
     """Beside what this thread does inside, C++ kernels are compiled: Inductor waits for them at the end of it.
 
     Its threads compile the kernels of a graph while it waits for them. The forward's are not needed before the backward
-    is compiled, too, which begins with as much Python. It has no setting for it.
+    is compiled, too, which begins with as much Python. It has no setting for it. Dynamo compiles on one thread at a
+    time; others may still load what is compiled.
     """
-    return _later.postponing()
+    from torch._inductor.async_compile import AsyncCompile
+
+    compiler: Any = AsyncCompile
+    before, thread = compiler.wait, threading.get_ident()
+    # Inside another one, too, the end of this one waits.
+    torchs = getattr(before, "torchs", before)
+    postponed: list[tuple[Any, dict[str, Any]]] = []
+
+    def wait(self: Any, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            postponed.append((self, scope))
+        else:
+            torchs(self, scope)
+
+    wait.torchs = torchs  # type: ignore[attr-defined]
+    compiler.wait = wait
+    try:
+        yield
+    finally:
+        compiler.wait = before
+    for waiting, scope in postponed:
+        torchs(waiting, scope)

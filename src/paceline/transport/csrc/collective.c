@@ -192,7 +192,7 @@ static void stage_inputs(const pl_chunks *s, uint64_t c) {
     pl_fault(PL_AT_STAGED);
 }
 
-/* Where rank `from` puts what it has reduced in `round`, for `to`. */
+/* Where rank `from` puts what it has reduced in `round`; of two ranks, for `to`. */
 static unsigned char *result_spot(const pl_chunks *s, int from, int to, uint64_t round) {
     unsigned char *half = s->ch->size == 2 ? spot(s->ch, to, round, s->need) : spot(s->ch, from, round + 1, s->need);
     return half + (uint64_t)from * s->piece * s->fold->item_bytes;
