@@ -100,10 +100,17 @@ def settle_async_tensor(tensor: Tensor) -> Tensor:
     return cast(Tensor, wait()) if wait is not None else tensor
 
 
-def behind_real_view(tensor: Tensor) -> Tensor:
-    """The complex tensor that ``torch.view_as_real`` was made of, if it was; ``dist.*`` hand on such views."""
+def behind_real_view(tensor: Tensor) -> Tensor | None:
+    """The complex tensor of which a sparse ``tensor`` is ``torch.view_as_real``, or may be: of a view only its base is
+    known, not the views in between."""
     base = tensor._base
-    return base if base is not None and base.is_complex() and not tensor.is_complex() else tensor
+    is_of_pairs = tensor.dense_dim() > 0 and tensor.shape[-1] == 2 and not tensor.is_complex()
+    return base if base is not None and base.is_complex() and is_of_pairs else None
+
+
+def share_indices(one: Tensor, other: Tensor) -> bool:
+    """Whether two sparse tensors have their indices in the same memory. The public name is for coalesced ones."""
+    return one._indices().data_ptr() == other._indices().data_ptr()
 
 
 def group_named(name: str) -> ProcessGroup:

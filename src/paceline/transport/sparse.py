@@ -29,7 +29,8 @@ class SparseSum:
                 "shm all_reduce: unsupported reduction operation: sparse tensors can be summed only"
             )
         # A sum is left in a sparse tensor by giving it other rows, and those of a view are not seen through its base.
-        tensor = _torch.behind_real_view(tensor)
+        self._view = tensor
+        tensor = _behind(tensor)
         if tensor.dim() > _MAX_DIMS:
             raise BadCollectiveError(f"shm all_reduce: sparse tensors have at most {_MAX_DIMS} dimensions here")
         self._target = tensor
@@ -53,7 +54,10 @@ class SparseSum:
             total = parts[0]
             for part in parts[1:]:
                 total = total + part
-            self._target.copy_(total.coalesce())
+            total = total.coalesce()
+            self._target.copy_(total)
+            if self._view is not self._target:
+                self._view.copy_(torch.view_as_real(total))
 
     def _part(self, rank: int, found: Tensor) -> Tensor:
         """A rank's tensor, on the memory it came in. Ranks that differ raise on all ranks alike."""
@@ -71,6 +75,19 @@ class SparseSum:
         nbytes = rows * of_row.numel() * self._target.element_size()
         values = found[begin : begin + nbytes].view(self._target.dtype).view(rows, *of_row)
         return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)
+
+
+def _behind(tensor: Tensor) -> Tensor:
+    """What the caller has: ``dist.*`` hand on a complex tensor as a view of pairs of real numbers."""
+    base = _torch.behind_real_view(tensor)
+    if base is None:
+        return tensor
+    pairs = torch.view_as_real(base)
+    if pairs.shape != tensor.shape or not _torch.share_indices(pairs, tensor):
+        raise BadCollectiveError(
+            "shm all_reduce: a view of a complex sparse tensor cannot be summed in place: pass a clone of it"
+        )
+    return base
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

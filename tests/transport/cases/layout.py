@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.errors import DisagreementError
+from paceline.errors import BadCollectiveError, DisagreementError
 
 from ..conformance import case
 from ..inputs import every, reduced, same, values
@@ -177,6 +177,21 @@ def sparse_complex(rank, world_size):
         want[0] += (other + 1) * values[0]
         want[1 + other] = (other + 1) * values[1]
     same(mine.to_dense(), want, "complex sparse all_reduce")
+    # Nor does its base lead to a view of it.
+    with pytest.raises(BadCollectiveError, match="pass a clone"):
+        dist.all_reduce(mine[None].transpose(0, 1))
+
+
+@case()
+def sparse_views_of_complex(rank, world_size):
+    """Who makes the view by hand finds the sum in it."""
+    mine = torch.sparse_coo_tensor([[0, 1], [1, rank]], [1 + 2j, 3j], (2, 2), check_invariants=True).coalesce()
+    want = torch.view_as_real(torch.tensor([[0, 2 + 4j], [3j, 3j]]))
+    pairs, real = torch.view_as_real(mine.clone()), mine.clone().real
+    dist.all_reduce(pairs)
+    same(pairs.to_dense(), want, "a view as real numbers")
+    dist.all_reduce(real)
+    same(real.to_dense(), want[..., 0], "the real part")
 
 
 @case(shm_only="gloo does not add sparse bfloat16")
