@@ -20,8 +20,9 @@ from paceline.bucket import Bucket, Slot, absorb_together
 from paceline.courier import Courier
 from paceline.early import Early, StandIns
 from paceline.exchange import Finish
-from paceline.higher_order import average_with_graph, blocking_sum
+from paceline.higher_order import average_with_graph, blocking_sum, with_strides_of_gradient
 from paceline.layout import Layout
+from paceline.portion import Portion
 from paceline.settlement import hand_out, multiply, send_late
 from paceline.slots import Slots
 from paceline.status import Status
@@ -140,6 +141,10 @@ class Backward:
                 step.fires[slot.place] += 1
                 used[slot.place] = 1.0
         if step.create_graph:
+            for slot in slots:
+                if slot.owned and isinstance(slot.param, Portion):
+                    # Now: when its bucket leaves is another moment on each rank of its mesh.
+                    slot.param.place_grad()
             return
         dense = [slot for slot in slots if slot.owned and slot.view is not None]
         with torch.no_grad():
@@ -255,7 +260,8 @@ class Backward:
             for slot, grad in zip(bucket.slots, grads, strict=True):
                 if slot.owned and status.used[slot.place]:
                     total = grad if factor is None else grad * factor
-                    slot.param.grad = total if slot.base is None else total + slot.base
+                    total = total if slot.base is None else total + slot.base
+                    slot.param.grad = with_strides_of_gradient(total, slot.local)
                 elif slot.base is not None:
                     slot.param.grad = slot.base
                 slot.base = None

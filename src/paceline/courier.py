@@ -21,6 +21,7 @@ class Courier:
         self.hook: CommHook | None = None
         self.hook_state: object = None
         self.hook_overlaps = True
+        self.hook_takes_group = False
         self.reduce_dtype: torch.dtype | None = None
 
     def move_to(self, group: dist.ProcessGroup, channel: Channel) -> None:
@@ -32,6 +33,11 @@ class Courier:
     @property
     def size(self) -> int:
         return self.channel.size
+
+    @property
+    def _state(self) -> object:
+        """What the hook is given: where None stands for a group, it is the one that the buckets are averaged in."""
+        return self.group if self.hook_state is None and self.hook_takes_group else self.hook_state
 
     def allocate(self, size_bytes: int) -> Tensor | None:
         """Memory that the group's ranks share, if it has such: a collective; None on all ranks alike."""
@@ -60,7 +66,7 @@ class Courier:
         if self.hook is not None:
             return exchange.start_hook(
                 self.hook,
-                self.hook_state,
+                self._state,
                 GradBucket(bucket, is_last=is_last, buffer=buffer),
                 buffer,
                 channel=self.channel,
@@ -99,7 +105,7 @@ class Courier:
 
         if self.hook is not None:
             # A copy: embeddings that are added up have gradients on the same values, and hooks divide in place.
-            future = self.hook(self.hook_state, GradBucket(bucket, is_last=is_last, buffer=grad.clone()))
+            future = self.hook(self._state, GradBucket(bucket, is_last=is_last, buffer=grad.clone()))
             doing = f"the comm hook {exchange.hook_name(self.hook)} for {bucket.describe()}"
             return lambda: deliver(self.channel.wait_future(future, doing))
         return exchange.start_sparse_all_reduce(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bucket import Bucket, is_dense
+from paceline.bucket import Bucket, dense_stride, has_default_strides
 from paceline.control import Channel
 
 
@@ -52,23 +52,40 @@ def average_with_graph(
     return grads, total
 
 
+def with_strides_of_gradient(grad: Tensor, param: Tensor) -> Tensor:
+    """``grad`` with the strides that ``param``'s has in a bucket, down to those of dimensions of size 1."""
+    stride = dense_stride(param)
+    if grad.stride() == stride:
+        return grad
+    outer_first = _outer_first(stride)
+    grad = grad.permute(outer_first).contiguous().permute(_inverse(outer_first))
+    # Sums and products of tensors give dimensions of size 1 whatever strides they like.
+    return grad if grad.stride() == stride else grad.as_strided(grad.shape, stride)
+
+
 def _flatten(grad: Tensor, param: Tensor) -> Tensor:
-    """The elements in the order in which the parameter's lie in memory."""
+    """The elements in the order in which they lie in the bucket."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    if param.is_contiguous() or not is_dense(param):
+    if has_default_strides(param):
         return grad.reshape(-1)
-    by_stride = sorted(range(param.dim()), key=param.stride, reverse=True)
-    return grad.permute(by_stride).reshape(-1)
+    return grad.permute(_outer_first(dense_stride(param))).reshape(-1)
 
 
 def _unflatten(flat: Tensor, offset: int, param: Tensor) -> Tensor:
     part = flat[offset : offset + param.numel()]
-    if param.is_contiguous() or not is_dense(param):
+    if has_default_strides(param):
         return part.view(param.shape)
-    by_stride = sorted(range(param.dim()), key=param.stride, reverse=True)
-    back = sorted(range(param.dim()), key=by_stride.__getitem__)
-    return part.view([param.shape[d] for d in by_stride]).permute(back)
+    outer_first = _outer_first(dense_stride(param))
+    return part.view([param.shape[d] for d in outer_first]).permute(_inverse(outer_first))
+
+
+def _outer_first(stride: Sequence[int]) -> list[int]:
+    return sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def blocking_sum(group: dist.ProcessGroup, channel: Channel) -> Callable[[Tensor], None]:

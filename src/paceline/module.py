@@ -457,13 +457,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not callable(hook):
             self.fail(BadTypeError(f"A communication hook must be callable, not a {type(hook).__name__}."))
         self._reducer.check_idle("A comm hook was registered")
-        self.logbook.hook_names.append(hook_name(hook))
         run = hooks.resolve(hook)
-        self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run))
+        hooks.check_state(run, state, self.process_group)
+        self.logbook.hook_names.append(hook_name(hook))
+        self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run), takes_group=hooks.takes_group(run))
 
     def remove_comm_hook(self) -> None:
         """Average plainly again."""
-        self._reducer.use_hook(None, None, overlaps=True)
+        self._reducer.use_hook(None, None)
 
     def fail(self, error: Exception) -> None:
         """Raise ``error``, and remember it for the logging data."""
@@ -559,6 +560,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Go on with another group (fewer or more ranks) without wrapping anew."""
         self._reducer.check_idle("The process group was changed")
         group = choose_group(group, None)
+        courier = self._reducer.courier
+        if courier.hook is not None:
+            hooks.check_state(courier.hook, courier.hook_state, group)
         channel = Channel(group)
         self._compare(channel, self._read_roster(group))
         self.process_group = group

@@ -34,14 +34,19 @@ class Portion:
     def local(self) -> Tensor:
         return _torch.local_tensor(self.whole)
 
-    @property
-    def grad(self) -> Tensor | None:
+    def place_grad(self) -> Any:
+        """Bring the gradient to the parameter's placement, a collective of its mesh where it is not there yet."""
         whole = self.whole
         grad = whole.grad
+        if grad is not None and grad.placements != whole.placements:
+            grad = whole.grad = grad.redistribute(placements=whole.placements)
+        return grad
+
+    @property
+    def grad(self) -> Tensor | None:
+        grad = self.place_grad()
         if grad is None:
             return None
-        if grad.placements != whole.placements:
-            grad = whole.grad = grad.redistribute(placements=whole.placements)
         if grad.requires_grad:
             # ``create_graph=True``: how it came about matters, and not where it lives.
             local: Tensor = grad.to_local()

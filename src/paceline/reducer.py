@@ -125,10 +125,13 @@ class Reducer:
     def stop_listening(self) -> None:
         self._inbox.stop_listening()
 
-    def use_hook(self, hook: CommHook | None, state: object, *, overlaps: bool) -> None:
+    def use_hook(
+        self, hook: CommHook | None, state: object, *, overlaps: bool = True, takes_group: bool = False
+    ) -> None:
         """Let ``hook`` communicate the buckets; None for the plain average."""
         courier = self.courier
-        courier.hook, courier.hook_state, courier.hook_overlaps = hook, state, overlaps
+        courier.hook, courier.hook_state = hook, state
+        courier.hook_overlaps, courier.hook_takes_group = overlaps, takes_group
         if hook is not None:
             self.activate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 
@@ -342,6 +343,48 @@ def _create_graph(rank, world_size, options):
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 def test_create_graph_gives_right_higher_order_gradients(ranks, options):
     ranks(_create_graph, options, allow_warnings=(("Using backward", UserWarning),))
+
+
+class _OddStrides(nn.Module):
+    """A 1x1 convolution in channels_last, whose strides sums forget, and a parameter with holes, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 3, 1).to(memory_format=torch.channels_last)
+        self.holes = nn.Parameter(torch.randn(5, 6)[:, ::2].t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x[:, :, None, None])[:, :, 0, 0] @ self.holes
+
+
+def _create_graph_strides(rank, world_size):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    reference = _OddStrides()
+    torch.manual_seed(7)
+    # Not a copy: that would have no holes.
+    ddp = DDP(_OddStrides())
+    ordinary = []
+    weights = [1.0, 3.0]
+    # A rank that needs no graph lays its gradients out as one that does.
+    for i, (graphs, weighed) in enumerate([((), False), ((0, 1), False), ((1,), False), ((0, 1), True)]):
+        ddp.zero_grad()
+        with ddp.weighted(weights[rank]) if weighed else contextlib.nullcontext():
+            ddp(batch(rank, i)).square().mean().backward(create_graph=rank in graphs)
+        strides = [p.grad.stride() for p in ddp.parameters()]
+        ordinary = ordinary or strides
+        assert strides == ordinary, (graphs, weighed)
+        share = weights if weighed else [2.0, 2.0]
+        reference.zero_grad()
+        for r in range(world_size):
+            (reference(batch(r, i)).square().mean() * share[r] / 4).backward()
+        assert_grads(ddp, {name: p.grad for name, p in reference.named_parameters()}, (graphs, weighed))
+    assert ddp.module.conv.weight.grad.stride() == ddp.module.conv.weight.stride() == (4, 1, 4, 4)
+
+
+@ours_only
+def test_create_graph_keeps_strides(ranks):
+    ranks(_create_graph_strides, allow_warnings=(("Using backward", UserWarning),))
 
 
 # -- comm hooks ----------------------------------------------------------------------------------------------

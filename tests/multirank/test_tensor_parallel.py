@@ -181,6 +181,67 @@ def test_parts_of_different_sizes_talk_in_one_order(ranks):
     assert small <= TINY_NUMEL < large
 
 
+class Branches(nn.Module):
+    """Two ways through layers that are split unevenly, each after a norm; a call takes one of them, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.ModuleList(self._layer() for _ in range(3)) for _ in range(2))
+        self.double()
+
+    @staticmethod
+    def _layer() -> nn.ModuleDict:
+        up, down = nn.Linear(4, 5, bias=False), nn.Linear(5, 4, bias=False)
+        return nn.ModuleDict({"norm": nn.LayerNorm(4), "up": up, "down": down})
+
+    def forward(self, x: torch.Tensor, *ways: int) -> torch.Tensor:
+        for layer in (layer for way in ways for layer in self.ways[way]):
+            x = x + layer["down"](torch.tanh(layer["up"](layer["norm"](x))))
+        return x
+
+
+def _graph_in_no_sync(rank, world_size):
+    """Gradients to be summed over the mesh wait in buckets that leave at another moment on each of its ranks."""
+    dp, tp = _meshes()
+    torch.manual_seed(3)
+    whole = Branches()
+    parts = copy.deepcopy(whole)
+    shared = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+    up = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    plan = {"norm": SequenceParallel(), "up": up, "down": RowwiseParallel(output_layouts=Replicate())}
+    for layer in (layer for way in parts.ways for layer in way):
+        shared._apply(layer["norm"], tp)
+        parallelize_module(layer, tp, plan)
+    ddp = paceline.DDP(parts, device_mesh=dp, bucket_cap_mb=3e-4, find_unused_parameters=True)
+    mine = dp.get_local_rank()
+    with ddp.no_sync():
+        ddp(_input(mine, 0), 0, 1).pow(2).mean().backward(create_graph=True)
+    for name, param in parts.named_parameters():
+        assert param.grad.placements == param.placements, name
+    ddp(_input(mine, 1), 0).pow(2).mean().backward()
+    for n in range(2):
+        (whole(_input(n, 0), 0, 1).pow(2).mean() / 2).backward()
+        (whole(_input(n, 1), 0).pow(2).mean() / 2).backward()
+    for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
+    # Differentiated again, on one replica by itself.
+    for model in (parts, whole):
+        model.zero_grad()
+        with ddp.no_sync():
+            (ddp if model is parts else whole)(_input(mine, 2), 1).pow(2).mean().backward(create_graph=True)
+            grads = [layer["norm"].weight.grad for layer in model.ways[1]]
+            model.zero_grad()
+            sum(_full(grad).pow(2).sum() for grad in grads).backward()
+    for ours, theirs in zip(parts.ways[1].parameters(), whole.ways[1].parameters(), strict=True):
+        torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=1e-6, atol=ATOL)
+    return len(ddp.plan.buckets)
+
+
+def test_parts_talk_in_one_order_after_create_graph_in_no_sync(ranks):
+    few, many = sorted(set(ranks(_graph_in_no_sync, world_size=4, allow_warnings=(("Using backward", UserWarning),))))
+    assert few < many
+
+
 def _as_torch_s_class(rank, world_size):
     """torch's class shows plain local parameters, and after a forward none; they are to have our values."""
     dp, tp = _meshes()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from paceline.hooks.allreduce import allreduce
 from paceline.hooks.compress import bf16, bf16_compress, fp16, fp16_compress
-from paceline.hooks.contract import Bucket, Hook, overlapping, overlaps
+from paceline.hooks.contract import Bucket, Hook, check_state, overlapping, overlaps, takes_group
 from paceline.hooks.powersgd import PowerSGDState, powersgd
 from paceline.hooks.stand_ins import resolve
 
@@ -26,10 +26,12 @@ __all__ = [
     "allreduce",
     "bf16",
     "bf16_compress",
+    "check_state",
     "fp16",
     "fp16_compress",
     "overlapping",
     "overlaps",
     "powersgd",
     "resolve",
+    "takes_group",
 ]

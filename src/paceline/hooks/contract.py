@@ -61,6 +61,8 @@ _TORCH_OVERLAPPING = {
     "debugging_hooks.noop_hook",
     "post_localSGD_hook.post_localSGD_hook",
 }
+# Files of the hooks, torch's and ours, that have a group as their state, or hand it to one that has.
+_TAKE_GROUP = {"default_hooks", "optimizer_overlap_hooks", "ddp_zero_hook", "allreduce", "compress", "stand_ins"}
 
 
 def overlapping(hook: AnyHook) -> AnyHook:
@@ -80,17 +82,44 @@ def overlapping(hook: AnyHook) -> AnyHook:
 
 def overlaps(hook: Callable[..., Any]) -> bool:
     """Whether several buckets may be under way with ``hook``; unknown hooks get one at a time."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    wrapped = getattr(hook, "wrapped_hook", None)
-    if wrapped is not None:
-        return overlaps(wrapped)
+    hook = _innermost(hook)
     if torch_hook_name(hook) in _TORCH_OVERLAPPING:
         return True
     try:
         return hook in _overlapping
     except TypeError:  # a callable that cannot be hashed was never declared
         return False
+
+
+def takes_group(hook: Callable[..., Any]) -> bool:
+    """Whether None as the state of ``hook`` stands for a group: all ranks. In a wrapper of some, it is to be theirs."""
+    return _file_of(hook) in _TAKE_GROUP
+
+
+def check_state(hook: Callable[..., Any], state: object, group: dist.ProcessGroup) -> None:
+    """Refuse a state that means all ranks (its ``process_group`` is None) in a wrapper of some of them."""
+    means_all = _file_of(hook) and getattr(state, "process_group", group) is None
+    if means_all and group.size() < dist.get_world_size():
+        raise StateError(
+            f"The state of this comm hook, a {type(state).__name__}, has process_group=None, which is all "
+            f"{dist.get_world_size()} ranks of the job, but the wrapper averages over a group of {group.size()}. Make "
+            "it with process_group=ddp.process_group (or torch.distributed.group.WORLD, if all are meant)."
+        )
+
+
+def _file_of(hook: Callable[..., Any]) -> str:
+    """The file that has ``hook``, if it is one of torch's or ours, else ``""``."""
+    module = getattr(_innermost(hook), "__module__", None) or ""
+    return module.rpartition(".")[2] if module.startswith((_TORCH_HOOKS, "paceline.hooks.")) else ""
+
+
+def _innermost(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` without partial arguments and compression around it."""
+    while True:
+        inner = hook.func if isinstance(hook, functools.partial) else getattr(hook, "wrapped_hook", None)
+        if inner is None:
+            return hook
+        hook = inner
 
 
 def torch_hook_name(hook: Callable[..., Any]) -> str:
