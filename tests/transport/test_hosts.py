@@ -13,8 +13,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import paceline
+from paceline import _torch
 from paceline.errors import PacelineError
 from tests.transport._hosts import Hosts, why_no_hosts
 from tests.transport.requirements import needs_shm
@@ -301,6 +303,47 @@ def test_another_backend_between_hosts_with_one_rank_a_host_too(hosts: Hosts) ->
     said = hosts.run(__name__, "_between")[2]
     assert said["[1, 2]"] == "2 ranks, collectives over another"
     assert "over another between them" in said["[0, 2, 3]"]
+
+
+def _a_leader_is_late(rank, world_size):
+    """Rank 0 is connecting to the other leader, and would see it if somebody came back from the call meanwhile."""
+    store, connect = c10d._get_default_store(), _torch.new_backend
+
+    def connect_late(*args, **kwargs):
+        with pytest.raises(RuntimeError):
+            store.wait(["back"], timedelta(seconds=0.5))
+        return connect(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(_torch, "new_backend", connect_late)
+        group = dist.new_group()
+    if rank == 3:
+        store.set("back", "")
+        group.abort()
+    error = None if rank == 3 else _error_of(lambda: dist.barrier(group=group))
+    dist.destroy_process_group(group)
+    return error
+
+
+def test_a_group_is_made_when_it_is_made_on_all_ranks(hosts: Hosts) -> None:
+    # Else a rank that is done with it breaks the connections that others are about to make.
+    for name, said, blamed, _ in hosts.run(__name__, "_a_leader_is_late")[:3]:
+        assert (name, said, blamed) == ("PeerFailedError", "rank 3 has aborted the group", 3)
+
+
+def _leaders_without_a_backend(rank, world_size):
+    with pytest.raises((ValueError, PacelineError)) as raised:
+        dist.new_group(pg_options=paceline.transport.Options(between="nothing"))
+    return type(raised.value).__name__, str(raised.value)
+
+
+def test_who_does_not_lead_is_told_that_leaders_cannot_connect(hosts: Hosts) -> None:
+    found = hosts.run(__name__, "_leaders_without_a_backend")
+    assert [name for name, _ in found] == ["ValueError", "PeerFailedError"] * 2
+    assert all("backend 'nothing' cannot be used between hosts" in said for _, said in found)
+    for leader, (_, said) in zip((0, 2), found[1::2], strict=True):
+        assert said.startswith(f"the making of a process group failed on rank {leader}: ")
 
 
 def _one_fails(rank, world_size):

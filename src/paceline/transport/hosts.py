@@ -71,10 +71,7 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         self._host = Host(channel, size=len(hosts[self._mine]), rank=hosts[self._mine].index(rank))
         self._leaders: Leaders | None = None
         if self._host.rank == 0:
-            backend = _torch.new_backend(
-                between, dist.PrefixStore("leaders/", store), rank=self._mine, size=len(hosts), timeout=timeout
-            )
-            self._leaders = Leaders(backend, hosts=hosts, names=names)
+            self._leaders = Leaders(self._connect(between, store, timeout), hosts=hosts, names=names)
         self._herald = Herald()
         self._conductor = Conductor()
         self.carried = (
@@ -86,6 +83,11 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         ends = (self._conductor, self._herald, self._leaders, self._lines)
         self._ending = weakref.finalize(self, _end, used, ends, os.getpid())
         self._ending.atexit = False
+        # Only leaders wait for each other above. A rank that has come here and uses the group, fails and leaves would
+        # break the connections of ranks that are still at it, and they would not know why.
+        here = c10d.BarrierOptions()
+        here.asyncOp = False
+        self.barrier(here)
 
     def getBackendName(self) -> str:
         return "shm"
@@ -106,6 +108,19 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         me = self._names[self._rank]
         self._give_up(Report(rank=me, why="failed", said=f"rank {me} has aborted the group"))
         self.shutdown()
+
+    def _connect(self, between: str, store: Store, timeout: timedelta) -> Any:
+        """The backend between leaders. The others wait for what comes of it."""
+        what = "the making of a process group"
+        store = dist.PrefixStore("leaders/", store)
+        try:
+            return _torch.new_backend(between, store, rank=self._mine, size=len(self._hosts), timeout=timeout)
+        except RuntimeError as error:
+            raise self._failed(what, error) from error
+        except Exception as error:
+            me = self._names[self._rank]
+            self._give_up(Report(rank=me, why="failed", said=f"{what} failed on rank {me}: {error}"))
+            raise
 
     # -- barrier, messages -----------------------------------------------------------------------------------
 
