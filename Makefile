@@ -50,6 +50,7 @@ model: install
 # What is too long for every change.
 soak: install
 	$(BIN)/python -m tests.transport.killing --runs 200
+	$(BIN)/python -m tests.transport.killing_hosts --runs 200
 	$(BIN)/python -m tests.transport.fuzz --programs 2000
 	$(BIN)/python -m tests.multirank.fault_scripts --runs 1000
 

@@ -4,7 +4,8 @@
         hosts.run("tests.transport.test_hosts", "_sum", 3)   # fn(rank, world_size, 3) on every rank, results by rank
 
 A host is a network, a mount and a host name namespace, held by a sleeping process; ranks enter them. They are started
-once and run one function after another. Run as a module, this file is such a rank.
+once and run one function after another. With ``is_forking`` a rank makes no group, and each function runs in a process
+of its own, forked from the warm one: it may die. Run as a module, this file is such a rank.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _PORT = 29500
 _ROOT = Path(__file__).resolve().parents[2]
 # Only where a rank is stuck; importing torch four times on a busy machine takes its time.
 _ANSWER_S = 120.0
+_FORKING = "PACELINE_TEST_HOSTS_FORKING"
+KILLED = "killed"
 _numbers = itertools.count()
 
 
@@ -59,8 +62,11 @@ def why_no_hosts() -> str | None:
 class Hosts:
     """Live ranks on hosts that share no memory and are connected by one link."""
 
-    def __init__(self, count: int = 2, *, ranks_per_host: int = 2, shm_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, count: int = 2, *, ranks_per_host: int = 2, shm_bytes: int = 256 << 20, is_forking: bool = False
+    ) -> None:
         assert count == 2, "a link has two ends"
+        self._is_forking = is_forking
         self._spaces = [f"paceline-{os.getpid()}-{next(_numbers)}" for _ in range(count)]
         self._ranks_per_host = ranks_per_host
         self._shm_bytes = shm_bytes
@@ -81,7 +87,10 @@ class Hosts:
         self._end()
 
     def run(self, module: str, function: str, *args: Any, ranks: list[int] | None = None) -> list[Any]:
-        """Call ``function(rank, world_size, *args)`` of ``module`` on every rank; arguments and results are JSON."""
+        """Call ``function(rank, world_size, *args)`` of ``module`` on every rank; arguments and results are JSON.
+
+        What comes of a forked process that a signal has killed is ``KILLED``.
+        """
         asked = range(len(self._ranks)) if ranks is None else ranks
         for rank in asked:
             pipe = self._ranks[rank].stdin
@@ -172,6 +181,7 @@ class Hosts:
             # Hosts are found by trying: what launchers say about them must not matter.
             "LOCAL_WORLD_SIZE": str(size),
             "LOCAL_RANK": str(rank),
+            _FORKING: str(int(self._is_forking)),
         }
         return subprocess.Popen(
             [*self._enter(rank // self._ranks_per_host), sys.executable, "-m", "tests.transport._hosts"],
@@ -247,16 +257,42 @@ def _rank() -> None:
 
     torch.set_num_threads(1)
     assert paceline.transport.BACKEND == "shm"
-    dist.init_process_group("cpu:shm", timeout=timedelta(seconds=60))
+    is_forking = os.environ[_FORKING] == "1"
+    if not is_forking:
+        dist.init_process_group("cpu:shm", timeout=timedelta(seconds=60))
     for line in sys.stdin:
-        module, function, args = json.loads(line)
-        try:
-            value = getattr(importlib.import_module(module), function)(dist.get_rank(), dist.get_world_size(), *args)
-            answer = {"value": value}
-        except BaseException:
-            answer = {"error": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write((_in_a_child(line) if is_forking else _run(line)) + "\n")
     os._exit(0)
+
+
+def _run(line: str) -> str:
+    module, function, args = json.loads(line)
+    try:
+        found = getattr(importlib.import_module(module), function)
+        answer = {"value": found(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *args)}
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    return json.dumps(answer)
+
+
+def _in_a_child(line: str) -> str:
+    # Here, so that not every child has to.
+    importlib.import_module(json.loads(line)[0])
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        faulthandler.dump_traceback_later(_ANSWER_S / 2, exit=True)
+        with os.fdopen(theirs, "w") as answers:
+            answers.write(_run(line))
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answers:
+        answer = answers.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return json.dumps({"value": KILLED})
+    return answer or json.dumps({"error": f"no answer; wait status {status}"})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Ranks that die on cue in a group that spans hosts.
+
+    python -m tests.transport.killing_hosts --runs 200    the soak (needs root, for network namespaces)
+
+Each run makes a group of two hosts with two ranks each, kills one of them inside a collective (in shared memory, or
+between the leaders, or around a message) and looks at what the three others are left with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._hosts import KILLED, Hosts, why_no_hosts
+from .killing import CALLS, NOTICED_WITHIN_S, SMALL, Loss, Obituary, die_at, heard_of, start_group
+
+WORLD_SIZE = 4
+LEADERS = (0, 2)
+
+
+def _around() -> None:
+    """Everybody to the next."""
+    after, before = (dist.get_rank() + 1) % WORLD_SIZE, (dist.get_rank() - 1) % WORLD_SIZE
+    sent, got = torch.ones(SMALL), torch.zeros(SMALL)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, got, before)]):
+        work.wait()
+
+
+def _to_one() -> None:
+    """Who receives does not say of whom."""
+    if dist.get_rank() == 1:
+        for _ in range(WORLD_SIZE - 1):
+            dist.recv(torch.zeros(SMALL))
+    else:
+        dist.send(torch.ones(SMALL), 1)
+
+
+MESSAGES: dict[str, Callable[[], None]] = {"messages around": _around, "messages to one": _to_one}
+COLLECTIVES: dict[str, Callable[[], None]] = {
+    **{name: call for name, call in CALLS.items() if name != "zero-copy all_reduce"},
+    "sparse all_reduce": lambda: dist.all_reduce(torch.eye(8).to_sparse()),
+}
+INSIDE = ("before_publish", "published", "passed")
+"""Phases of the kernel that every stage inside a host goes through."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who dies where."""
+
+    call: str
+    phase: str
+    victim: int
+    count: int = 0
+    """How many times the phase is passed alive."""
+
+
+def plans(runs: int, *, seed: int = 0) -> Iterator[Plan]:
+    """All there are, in a shuffled order, and again."""
+    rng = random.Random(seed)
+    ranks = range(WORLD_SIZE)
+    every = [Plan(call, phase, rng.choice(ranks), n) for call in COLLECTIVES for phase in INSIDE for n in (0, 1)]
+    every += [Plan(call, phase, rng.choice(LEADERS)) for call in COLLECTIVES for phase in ("agree", "agreed")]
+    exchanges = [
+        call for call in COLLECTIVES if call.endswith(("all_to_all", "gather", "scatter", "sparse all_reduce"))
+    ]
+    every += [Plan(call, phase, rng.choice(LEADERS), 1) for call in exchanges for phase in ("agree", "agreed")]
+    # Who receives has three to receive; the others, one message to send.
+    every += [Plan(call, "message", rank) for call in MESSAGES for rank in ranks]
+    every += [Plan("messages around", "message", rank, 1) for rank in ranks] + [
+        Plan("messages to one", "message", 1, 2)
+    ]
+    every += [Plan(call, "idle", rng.choice(ranks)) for call in (*COLLECTIVES, *MESSAGES)]
+    rng.shuffle(every)
+    for number in range(runs):
+        yield every[number % len(every)]
+
+
+def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[str, Any] | None:
+    """On a rank: make the group and the call, and hear of the victim; dies if it is that."""
+    plan = Plan(**planned)
+    call = (COLLECTIVES | MESSAGES)[plan.call]
+    start_group(path, rank=rank, world_size=world_size)
+    assert type(dist.group.WORLD).__name__ == "HostsProcessGroup"
+    call()
+    obituary = Obituary(plan.victim)
+    if rank == plan.victim:
+        _prepare(plan)
+    loss = heard_of(call, obituary)
+    if loss is None:
+        # It died in the meeting that followed, when it had done its part of that.
+        loss = heard_of(lambda: None, obituary)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began < NOTICED_WITHIN_S + 2.0
+    return None if loss is None else asdict(loss)
+
+
+def _prepare(plan: Plan) -> None:
+    from paceline.transport.leaders import Leaders
+    from paceline.transport.messages import Messages
+
+    if plan.phase == "idle":
+        _kill()
+    elif plan.phase in ("agree", "agreed"):
+        _kill_around(Leaders, "_agree", after=plan.phase == "agreed", alive=iter(range(plan.count)))
+    elif plan.phase == "message":
+        alive = iter(range(plan.count))
+        for name in ("send", "recv"):
+            _kill_around(Messages, name, after=False, alive=alive)
+    else:
+        die_at(plan.phase, count=plan.count)
+
+
+def _kill_around(kind: type, name: str, *, after: bool, alive: Iterator[int]) -> None:
+    original = getattr(kind, name)
+
+    def kill_in_turn(self: Any, *args: Any) -> Any:
+        is_turn = next(alive, None) is None
+        if is_turn and not after:
+            _kill()
+        found = original(self, *args)
+        if is_turn:
+            _kill()
+        return found
+
+    setattr(kind, name, kill_in_turn)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(hosts: Hosts, plan: Plan, path: str) -> list[Loss]:
+    """How the others heard of it, by rank. ``hosts`` are forking ones."""
+    heard = hosts.run("tests.transport.killing_hosts", "die", path, asdict(plan))
+    assert heard[plan.victim] == KILLED, f"the victim lives, and heard {heard[plan.victim]}"
+    assert None not in heard, f"somebody heard nothing: {heard}"
+    return [Loss(**found) for rank, found in enumerate(heard) if rank != plan.victim]
+
+
+def judge(plan: Plan, heard: list[Loss], *, within_s: float) -> Iterator[str]:
+    """What is wrong with it."""
+    for loss in heard:
+        if loss.error != "RankLostError" or loss.lost != plan.victim:
+            yield f"{plan}: {loss}"
+        elif loss.seconds > within_s:
+            yield f"{plan}: noticed after {loss.seconds:.1f} s"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.transport.killing_hosts", description=__doc__)
+    parser.add_argument("--runs", type=int, default=200, metavar="N", help="how many ranks to kill; default 200")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    reason = why_no_hosts()
+    if reason is not None:
+        print(f"no hosts to kill ranks on: {reason}")
+        return 0
+    started = time.monotonic()
+    wrong: list[str] = []
+    seconds: list[float] = []
+    with Hosts(is_forking=True) as hosts, tempfile.TemporaryDirectory(prefix="hosts-") as directory:
+        for number, plan in enumerate(plans(options.runs, seed=options.seed)):
+            try:
+                heard = run(hosts, plan, os.path.join(directory, f"store{number}"))
+            except AssertionError as error:
+                wrong.append(f"{plan}: {error}")
+                continue
+            seconds += [loss.seconds for loss in heard]
+            wrong += judge(plan, heard, within_s=NOTICED_WITHIN_S)
+        stale = [name for host in range(2) for name in hosts.segments(host)]
+        if stale:
+            wrong.append(f"stale segments: {stale}")
+    for line in wrong:
+        print(line)
+    if seconds:
+        print(f"heard after {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s (at most)")
+    print(f"{options.runs} ranks killed across hosts in {time.monotonic() - started:.0f} s, {len(wrong)} faults found")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

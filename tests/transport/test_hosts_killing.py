@@ -1,0 +1,39 @@
+"""A rank of a group that spans hosts dies in the middle of something; ``killing_hosts`` has the rest of the places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .killing import NOTICED_WITHIN_S
+from .killing_hosts import Hosts, Plan, judge, run, why_no_hosts
+from .requirements import needs_shm
+
+PLANS = [
+    Plan("small all_reduce", "published", 1),
+    Plan("large all_reduce", "agreed", 2),
+    Plan("broadcast", "agree", 0),
+    Plan("reduce_scatter", "before_publish", 3, count=1),
+    Plan("all_gather", "passed", 2),
+    Plan("gather", "published", 3),
+    Plan("scatter", "agree", 2, count=1),
+    Plan("all_to_all", "agreed", 0, count=1),
+    Plan("sparse all_reduce", "agree", 2, count=1),
+    Plan("messages around", "message", 3, count=1),
+    Plan("messages to one", "message", 1, count=2),
+]
+
+
+def test_a_rank_that_dies_in_the_middle_is_named_on_every_host(tmp_path: Path) -> None:
+    needs_shm()
+    reason = why_no_hosts()
+    if reason is not None:
+        pytest.skip(f"no hosts to test with: {reason}")
+    wrong: list[str] = []
+    with Hosts(is_forking=True) as hosts:
+        for number, plan in enumerate(PLANS):
+            heard = run(hosts, plan, str(tmp_path / f"store{number}"))
+            wrong += judge(plan, heard, within_s=NOTICED_WITHIN_S + 2.0)  # on a loaded machine
+        assert [hosts.segments(host) for host in range(2)] == [[], []]
+    assert not wrong
