@@ -90,6 +90,7 @@ def test_buffers_are_synchronised_by_default(forward_sync: bool | None, before_f
     [
         (True, None, BufferPolicy(at_start=True, before_forward=True)),
         (False, None, BufferPolicy(at_start=False, before_forward=False)),
+        (0, None, BufferPolicy(at_start=False, before_forward=False)),
         (True, False, BufferPolicy(at_start=True, before_forward=False)),
         (False, True, BufferPolicy(at_start=False, before_forward=True)),
     ],

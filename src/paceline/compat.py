@@ -109,6 +109,9 @@ class TorchNames:
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
         """Leave these (fully qualified names) alone when ``module`` is wrapped."""
+        if isinstance(params_and_buffers_to_ignore, str):
+            # A string would be the names of its letters, and nothing would be ignored.
+            raise BadTypeError(f"Give the names as a list: [{params_and_buffers_to_ignore!r}].")
         names = list(params_and_buffers_to_ignore)
         setattr(module, IGNORE_ATTRIBUTE, names)
 
@@ -354,7 +357,7 @@ class TorchNames:
 
     def _set_ddp_runtime_logging_sample_rate(self: Any, sample_rate: int) -> None:
         if sample_rate < 1:
-            self.fail(StateError(f"The sample rate must be at least 1, not {sample_rate}."))
+            self.fail(BadArgumentError(f"The sample rate must be at least 1, not {sample_rate}."))
         self.logbook.sample_rate = int(sample_rate)
 
     def _log_and_throw(self: Any, err_type: type[Exception], err_msg: str) -> None:

@@ -25,7 +25,7 @@ from paceline.exchange import hook_name
 from paceline.join import DDPJoinHook, Joining, Word, say_word
 from paceline.logging_data import Logbook
 from paceline.lookout import Lookout
-from paceline.options import BROADCAST_CHUNK_BYTES, BufferPolicy, Caps, Delay, Placement, choose_group
+from paceline.options import BROADCAST_CHUNK_BYTES, BufferPolicy, Caps, Delay, Placement, as_flag, choose_group
 from paceline.outputs import move_to_device, needs_grad, plain_tensors, tie_to_graph
 from paceline.plan import BucketPlan
 from paceline.precision import Swap
@@ -95,15 +95,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 caps=Caps.from_arguments(bucket_cap_mb, bucket_cap_mb_list),
                 delay=Delay.from_arguments(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
                 buffer_policy=BufferPolicy.from_arguments(broadcast_buffers, forward_sync_buffers),
-                find_unused_parameters=bool(find_unused_parameters),
-                static_graph=bool(static_graph),
-                skip_all_reduce_unused_params=bool(skip_all_reduce_unused_params),
-                gradient_as_bucket_view=bool(gradient_as_bucket_view),
-                batched_grad_copy=bool(batched_grad_copy),
+                find_unused_parameters=as_flag("find_unused_parameters", find_unused_parameters),
+                static_graph=as_flag("static_graph", static_graph),
+                skip_all_reduce_unused_params=as_flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
+                gradient_as_bucket_view=as_flag("gradient_as_bucket_view", gradient_as_bucket_view),
+                batched_grad_copy=as_flag("batched_grad_copy", batched_grad_copy),
                 mixed_precision=mixed_precision,
                 verify_every=verify_every,
             )
             self.arguments.check()
+            init_sync = as_flag("init_sync", init_sync)
             if check_reduction:
                 warnings.warn(
                     "The `check_reduction` argument of `DistributedDataParallel` is deprecated and does nothing.",
@@ -456,6 +457,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         if not callable(hook):
             self.fail(BadTypeError(f"A communication hook must be callable, not a {type(hook).__name__}."))
+        if not hooks.takes_two(hook):
+            self.fail(
+                BadTypeError(f"A communication hook is called with (state, bucket); {hook_name(hook)} cannot be.")
+            )
         self._reducer.check_idle("A comm hook was registered")
         run = hooks.resolve(hook)
         hooks.check_state(run, state, self.process_group)

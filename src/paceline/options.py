@@ -120,8 +120,10 @@ class BufferPolicy:
                 FutureWarning,
                 stacklevel=3,
             )
-        at_start = broadcast_buffers is not False
-        before_forward = at_start if forward_sync_buffers is None else bool(forward_sync_buffers)
+        at_start = broadcast_buffers is None or as_flag("broadcast_buffers", broadcast_buffers)
+        if forward_sync_buffers is None:
+            return BufferPolicy(at_start, at_start)
+        before_forward = as_flag("forward_sync_buffers", forward_sync_buffers)
         return BufferPolicy(at_start, before_forward)
 
 
@@ -192,6 +194,13 @@ def check_verify_every(steps: Any) -> int:
     return steps
 
 
+def as_flag(name: str, value: Any) -> bool:
+    """``value`` as a bool, if it is meant as one: "no" and [False] would be true."""
+    if not hasattr(type(value), "__bool__"):
+        raise BadTypeError(f"{name} must be True or False, not {value!r}.")
+    return bool(value)
+
+
 def check_mixed_precision(config: Any) -> None:
     """``config`` may be ours or torch's; what counts is that it names dtypes."""
     if config is None:
@@ -202,6 +211,8 @@ def check_mixed_precision(config: Any) -> None:
             raise BadTypeError(
                 f"mixed_precision must be a paceline.MixedPrecision (or torch's _MixedPrecision), not {config!r}."
             )
+        if dtype is not None and not dtype.is_floating_point:
+            raise BadArgumentError(f"{name} of mixed_precision must be a floating-point dtype, not {dtype}.")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from paceline import MixedPrecision
 from paceline.errors import BadArgumentError, BadTypeError, MisuseError, PacelineError, StateError
 from paceline.testing import InjectedFaultError, fail_at
 
@@ -86,7 +87,28 @@ def delayed_without_names(rank):
     DDP(model, delay_all_reduce_named_params=model.parameters(), param_to_hook_all_reduce=model.weight)
 
 
+def flag_is_text(rank):
+    DDP(nn.Linear(2, 2), find_unused_parameters="no")
+
+
+def buffer_flag_is_text(rank):
+    with pytest.warns(FutureWarning, match="broadcast_buffers"):
+        DDP(nn.Linear(2, 2), broadcast_buffers="no")
+
+
+def hook_without_state(rank):
+    DDP(nn.Linear(2, 2)).register_comm_hook(None, lambda bucket: None)
+
+
+def ignored_is_text(rank):
+    DDP._set_params_and_buffers_to_ignore_for_model(nn.Linear(2, 2), "weight")
+
+
 WRONG_TYPES = [
+    (flag_is_text, "find_unused_parameters must be True or False, not 'no'"),
+    (buffer_flag_is_text, "broadcast_buffers must"),
+    (hook_without_state, "(state, bucket)"),
+    (ignored_is_text, "['weight']"),
     (not_a_module, "str"),
     (a_class, "Linear"),
     (a_list, "Linear"),
@@ -147,7 +169,12 @@ def delayed_without_hook_parameter(rank):
     DDP(model, delay_all_reduce_named_params=[("weight", model.weight)])
 
 
+def precision_of_integers(rank):
+    DDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(param_dtype=torch.int32))
+
+
 WRONG_VALUES = [
+    (precision_of_integers, "param_dtype"),
     (negative_cap, "-1"),
     (zero_cap, "bucket_cap_mb"),
     (nan_cap, "nan"),

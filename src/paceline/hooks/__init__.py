@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from paceline.hooks.allreduce import allreduce
 from paceline.hooks.compress import bf16, bf16_compress, fp16, fp16_compress
-from paceline.hooks.contract import Bucket, Hook, check_state, overlapping, overlaps, takes_group
+from paceline.hooks.contract import Bucket, Hook, check_state, overlapping, overlaps, takes_group, takes_two
 from paceline.hooks.powersgd import PowerSGDState, powersgd
 from paceline.hooks.stand_ins import resolve
 
@@ -34,4 +34,5 @@ __all__ = [
     "powersgd",
     "resolve",
     "takes_group",
+    "takes_two",
 ]

@@ -14,6 +14,7 @@ to be of the first kind may have several buckets under way: ``overlaps`` tells, 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -89,6 +90,19 @@ def overlaps(hook: Callable[..., Any]) -> bool:
         return hook in _overlapping
     except TypeError:  # a callable that cannot be hashed was never declared
         return False
+
+
+def takes_two(hook: Callable[..., Any]) -> bool:
+    """Whether ``hook(state, bucket)`` can be a call of it; taken for granted of what has no signature."""
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def takes_group(hook: Callable[..., Any]) -> bool:
