@@ -56,9 +56,9 @@ def test_the_first_bucket_is_small_by_default() -> None:
 
 
 def test_the_default_capacity_has_an_upper_and_a_lower_end() -> None:
-    assert default_caps_bytes(_specs(100 * MB)) == (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
-    assert default_caps_bytes(_specs(7 * MB)) == (DEFAULT_FIRST_CAP_BYTES, 8 * MB)
-    assert default_caps_bytes(_specs(6 * MB)) == (DEFAULT_CAP_BYTES,)  # 24 MiB go in one piece
+    assert default_caps_bytes(400 * MB) == (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
+    assert default_caps_bytes(28 * MB) == (DEFAULT_FIRST_CAP_BYTES, 8 * MB)
+    assert default_caps_bytes(24 * MB) == (DEFAULT_CAP_BYTES,)  # goes in one piece
 
 
 def test_by_default_a_large_parameter_does_not_wait_for_the_open_bucket() -> None:

@@ -89,7 +89,7 @@ def test_a_lazy_parameter_is_refused_by_name() -> None:
 def test_rows_have_the_fields_that_are_announced() -> None:
     rows = _roster(Net()).rows()
     assert all(len(row) == len(SPEC_FIELDS) for row in rows)
-    assert rows[1] == ["first.weight", [2, 3], [3, 1], "float32", "cpu", True, False, False, ""]
+    assert rows[1] == ("first.weight", (2, 3), (3, 1), "float32", "cpu", True, False, False, "")
 
 
 def test_training_is_the_modules() -> None:

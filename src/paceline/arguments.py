@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Arguments:
             copy_in_batches=self.batched_grad_copy,
         )
 
-    def rows(self, buffers: Mapping[str, Tensor]) -> list[list[Any]]:
+    def rows(self, buffers: Mapping[str, Tensor]) -> list[Sequence[Any]]:
         """For ranks to compare, with the buffers of the module."""
         parts = [
             [name, list(_torch.local_tensor(buffer).shape), describe_placement(buffer)]

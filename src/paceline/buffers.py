@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -54,16 +54,26 @@ class Packing:
     """Tensors of any dtype and one device, and a flat message with a place for each of them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kinds = _kinds(tensors)
-        sizes_bytes = [sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in kinds]
-        self.tensors = [tensor for kind in kinds for tensor in kind]
-        self.places: list[Tensor] = []
-        """What the message holds for each of the tensors."""
+        self._kinds = _kinds(tensors)
+        self._sizes_bytes = [sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in self._kinds]
+        self.tensors = [tensor for kind in self._kinds for tensor in kind]
+        self._places: list[Tensor] = []
         # It outlives the inference mode that it may be made in, where tensors are such that nobody may write later.
         with torch.inference_mode(False):
-            self.message = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
-            for kind, part in zip(kinds, self.message.split(sizes_bytes), strict=True):
-                self.places += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
+            self.message = torch.empty(sum(self._sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
+
+    def make_places(self) -> None:
+        """In good time, while the message is on its way: it takes a while if there are many."""
+        if not self._places:
+            with torch.inference_mode(False):
+                for kind, part in zip(self._kinds, self.message.split(self._sizes_bytes), strict=True):
+                    self._places += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
+
+    @property
+    def places(self) -> list[Tensor]:
+        """What the message holds for each of the tensors."""
+        self.make_places()
+        return self._places
 
     def take_memory(self) -> None:
         """Have room for the message. It is not kept between broadcasts, unlike the places, which take long to make."""
@@ -96,29 +106,59 @@ class Broadcast:
         self._channel.wait(self._work, f"the broadcast of {what}")
 
 
-def broadcast_in_place(
-    tensors: Sequence[Tensor],
-    *,
-    source: int,
-    group: dist.ProcessGroup,
-    channel: Channel,
-    what: str,
-    chunk_bytes: int,
-) -> None:
-    """Write rank ``source``'s values into ``tensors`` on all ranks, a large chunk at a time."""
+class Delivery:
+    """Rank ``source``'s values on their way into ``tensors`` on all ranks, a large chunk at a time.
+
+    The first leaves at once: who has something else to do does it before :meth:`finish`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        source: int,
+        group: dist.ProcessGroup,
+        channel: Channel,
+        what: str,
+        chunk_bytes: int,
+    ) -> None:
+        self._source, self._group, self._channel, self._what = source, group, channel, what
+        self._chunks = _chunks(tensors, chunk_bytes)
+        self._under_way = self._send_next()
+
+    def _send_next(self) -> tuple[Packing | None, Broadcast] | None:
+        chunk = next(self._chunks, None)
+        if chunk is None:
+            return None
+        packing = None if dist.get_rank(self._group) == self._source else Packing(chunk)
+        message = _packed_once(chunk) if packing is None else packing.message
+        return packing, Broadcast(message, source=self._source, group=self._group, channel=self._channel)
+
+    def finish(self) -> None:
+        """Return once all tensors have been overwritten."""
+        while self._under_way is not None:
+            packing, message = self._under_way
+            if packing is None:
+                message.wait(self._what)
+            else:
+                packing.make_places()
+                message.wait(self._what)
+                packing.unpack()
+            self._under_way = self._send_next()
+
+
+def _chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> Iterator[list[Tensor]]:
+    """The tensors in order, those of one device and of about so many bytes together."""
     chunk: list[Tensor] = []
     size_bytes = 0
-    for n, tensor in enumerate(tensors):
+    for tensor in tensors:
+        if chunk and (size_bytes >= chunk_bytes or tensor.device != chunk[0].device):
+            yield chunk
+            chunk, size_bytes = [], 0
         chunk.append(tensor)
         size_bytes += tensor.numel() * tensor.element_size()
-        last = n == len(tensors) - 1
-        if last or size_bytes >= chunk_bytes or tensors[n + 1].device != tensor.device:
-            packing = None if dist.get_rank(group) == source else Packing(chunk)
-            message = _packed_once(chunk) if packing is None else packing.message
-            Broadcast(message, source=source, group=group, channel=channel).wait(what)
-            if packing is not None:
-                packing.unpack()
-            chunk, size_bytes = [], 0
+    if chunk:
+        yield chunk
 
 
 class Place(NamedTuple):
@@ -165,6 +205,11 @@ class BufferSync:
     def _what_is_held(self) -> tuple[list[str], list[Tensor | None]]:
         # At C speed: this runs before every forward.
         return list(chain.from_iterable(self._holders)), list(chain.from_iterable(map(_values, self._holders)))
+
+    def tree(self) -> ModuleTree:
+        """The modules as of now."""
+        self.places()
+        return self._tree
 
     def places(self) -> list[Place]:
         """Each buffer that takes part, as of now."""

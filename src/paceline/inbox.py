@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from paceline import _torch
 from paceline.bucket import Slot
@@ -40,12 +39,14 @@ class Inbox:
         # Weak: a wrapper that is dropped must take its hooks off the module at once, not when gc comes by.
         self._reader = weakref.ref(reader)
         self._slots: list[Slot] = []
-        self._handles: dict[int, RemovableHandle] = {}
+        self._listening: dict[int, _torch.GradientHooks] = {}
+        """By the id of each parameter whose gradients are heard of: the hooks that it has, ours among them."""
+        self._key = object()
         self.limit = 1
         """Call the reader at this many: 1 between backwards, so that it hears of the next one at once."""
         self._in_backward = False
         self._came = 0
-        self._finalizer = weakref.finalize(reader, _remove_all, self._handles)
+        self._finalizer = weakref.finalize(reader, _remove_all, self._listening, self._key)
 
     def take(self) -> list[Slot]:
         slots = self._slots.copy()
@@ -68,40 +69,51 @@ class Inbox:
 
     def listen_to(self, slots: dict[int, Slot]) -> None:
         """Have hooks on the parameters of exactly these slots (by the parameter's id)."""
-        for key in self._handles.keys() - slots.keys():
-            self._handles.pop(key).remove()
-        new = [(key, slot.leaf, self.hook(slot)) for key, slot in slots.items() if key not in self._handles]
-        if new:
+        for param_id in self._listening.keys() - slots.keys():
+            self._listening.pop(param_id).pop(self._key, None)
+        hook_of = self._hook_maker()
+        hook: Callable[[Tensor], None] | None = None
+        for param_id, slot in slots.items():
+            if param_id not in self._listening:
+                hook = hook_of(slot)
+                hooks = self._listening[param_id] = _torch.gradient_hooks(slot.leaf)
+                hooks[self._key] = hook
+        if hook is not None:
             # One for all: it is their code that is marked.
-            _torch.unseen_by_compiler(new[0][2])
-        for key, leaf, hook in new:
-            self._handles[key] = leaf.register_post_accumulate_grad_hook(hook)
+            _torch.unseen_by_compiler(hook)
 
     def stop_listening(self) -> None:
-        _remove_all(self._handles)
+        _remove_all(self._listening, self._key)
 
     def hook(self, slot: Slot) -> Callable[[Tensor], None]:
         """What autograd calls when the slot's gradient is ready."""
+        return self._hook_maker()(slot)
+
+    def _hook_maker(self) -> Callable[[Slot], Callable[[Tensor], None]]:
+        # Outside: there may be thousands of hooks, and each has all this in common but for its slot.
         slots, append = self._slots, self._slots.append
 
-        def grad_ready(param: Tensor) -> None:
-            if not slot.owned:
-                return
-            if slot.awaits_stand_in:
-                # At once: it must not be there when autograd has something else to add to it.
-                reader = self._reader()
-                if reader is None or not reader.brings_more(slot):
+        def hook(slot: Slot) -> Callable[[Tensor], None]:
+            def grad_ready(param: Tensor) -> None:
+                if not slot.owned:
                     return
-            append(slot)
-            if slot.prompt or len(slots) >= self.limit:
-                reader = self._reader()
-                if reader is not None:
-                    reader.gradients_ready()
+                if slot.awaits_stand_in:
+                    # At once: it must not be there when autograd has something else to add to it.
+                    reader = self._reader()
+                    if reader is None or not reader.brings_more(slot):
+                        return
+                append(slot)
+                if slot.prompt or len(slots) >= self.limit:
+                    reader = self._reader()
+                    if reader is not None:
+                        reader.gradients_ready()
 
-        return grad_ready
+            return grad_ready
+
+        return hook
 
 
-def _remove_all(handles: dict[int, RemovableHandle]) -> None:
-    for handle in handles.values():
-        handle.remove()
-    handles.clear()
+def _remove_all(listening: dict[int, _torch.GradientHooks], key: object) -> None:
+    for hooks in listening.values():
+        hooks.pop(key, None)
+    listening.clear()

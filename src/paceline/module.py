@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from paceline import _torch, compiler, hooks, ownership, portion
 from paceline.arguments import Arguments
-from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, broadcast_in_place
+from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, Delivery
 from paceline.compat import TorchNames, register_as_torch_s_class
 from paceline.control import Channel
 from paceline.errors import BadTypeError, StateError
@@ -120,9 +120,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             # The other ranks may be about to compare notes with this one.
             channel.report("the constructor of DistributedDataParallel", error)
             raise
-        self._start(roster, channel, verify=init_sync)
-        if init_sync:
-            self.broadcast_state(with_buffers=self.arguments.buffer_policy.at_start)
+        self._start(roster, channel, sync=init_sync)
         if mixed_precision is not None:
             self.set_mixed_precision(mixed_precision)
 
@@ -153,7 +151,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _read_roster(self, group: dist.ProcessGroup | None = None) -> Roster:
         ignored = frozenset(self.parameters_to_ignore)
-        roster = Roster(self.module, ignored=ignored, delayed=self.arguments.delay.names)
+        roster = Roster(self.module, ignored=ignored, delayed=self.arguments.delay.names, tree=self._buffer_sync.tree())
         group = group or self.process_group
         portion.check_parameters(roster.specs, roster.params, group)
         if self._arguments_now().buffer_policy.ever:
@@ -168,8 +166,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 "module as it is."
             )
 
-    def _start(self, roster: Roster, channel: Channel, *, verify: bool) -> None:
-        """Agree with the other ranks, then make what runs the steps."""
+    def _start(self, roster: Roster, channel: Channel, *, sync: bool) -> None:
+        """Make what runs the steps; ``sync``: agree with the other ranks first, and take the state of rank 0."""
         module_ref = weakref.ref(self)
 
         def reread() -> Roster:
@@ -188,13 +186,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         arguments = self._arguments_now()
         ignored = frozenset(self.parameters_to_ignore)
-        if verify:
+        state: Delivery | None = None
+        if sync and channel.size > 1:
             self._compare(channel, roster)
+            # On its way while the rest is made.
+            state = self._deliver(self._state(roster, with_buffers=arguments.buffer_policy.at_start), channel)
         # Only now: a wrapper that could not be made must not leave hooks on the module.
         self._reducer = Reducer(
             roster, group=self.process_group, channel=channel, options=arguments.reducer_options(), reread=reread
         )
-        if not verify:
+        if not sync:
             self._reducer.compare = compare
         self._verifier: Verifier | None = None
         if arguments.verify_every and channel.size > 1:
@@ -210,6 +211,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._inside.listen(self.module, owner=self._reducer)
         self._outer: list[DistributedDataParallel | None] = []
         ownership.enter(self._reducer)
+        if state is not None:
+            state.finish()
 
     def _compare(self, channel: Channel, roster: Roster) -> None:
         """Raise on all ranks if they differ in what has to be the same on all."""
@@ -218,22 +221,27 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def broadcast_state(self, *, source: int = 0, with_buffers: bool) -> None:
         """Give all ranks the parameters (frozen ones too), and buffers, of rank ``source``."""
-        tensors: list[Tensor] = list(self._reducer.roster.params)
-        if with_buffers:
-            tensors += self._buffer_sync.named().values()
-        self.broadcast_tensors(tensors, source=source)
+        self.broadcast_tensors(self._state(self._reducer.roster, with_buffers=with_buffers), source=source)
+
+    def _state(self, roster: Roster, *, with_buffers: bool) -> list[Tensor]:
+        return [*roster.params, *(self._buffer_sync.named().values() if with_buffers else ())]
 
     def broadcast_tensors(self, tensors: list[Tensor], *, source: int = 0, chunk_bytes: int | None = None) -> None:
         """Overwrite ``tensors`` on all ranks with rank ``source``'s (its number in this group)."""
         if self._reducer.channel.size > 1 and tensors:
-            broadcast_in_place(
-                list(map(_torch.local_tensor, tensors)),
-                source=source,
-                group=self.process_group,
-                channel=self._reducer.channel,
-                what="parameters and buffers",
-                chunk_bytes=chunk_bytes or BROADCAST_CHUNK_BYTES,
-            )
+            self._deliver(tensors, self._reducer.channel, source=source, chunk_bytes=chunk_bytes).finish()
+
+    def _deliver(
+        self, tensors: Sequence[Tensor], channel: Channel, *, source: int = 0, chunk_bytes: int | None = None
+    ) -> Delivery:
+        return Delivery(
+            list(map(_torch.local_tensor, tensors)),
+            source=source,
+            group=self.process_group,
+            channel=channel,
+            what="parameters and buffers",
+            chunk_bytes=chunk_bytes or BROADCAST_CHUNK_BYTES,
+        )
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -587,7 +595,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.logger = None
         self._buffer_sync = BufferSync(self.module, ignored=frozenset(self.parameters_to_ignore))
         rate = self.logbook.sample_rate
-        self._start(self._read_roster(), Channel(self.process_group), verify=False)
+        self._start(self._read_roster(), Channel(self.process_group), sync=False)
         self.logbook.sample_rate = rate
         if self.mixed_precision is not None:
             self.set_mixed_precision(self.mixed_precision)

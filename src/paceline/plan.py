@@ -56,19 +56,10 @@ class ParameterSpec(NamedTuple):
     def size_bytes(self) -> int:
         return self.numel * self.itemsize
 
-    def row(self) -> list[object]:
+    def row(self) -> tuple[object, ...]:
         """The fields two ranks compare; the device index is left out, as each rank has its own."""
-        return [
-            self.name,
-            list(self.shape),
-            list(self.stride),
-            self.dtype,
-            self.device.split(":")[0],
-            self.requires_grad,
-            self.sparse,
-            self.delayed,
-            self.placement,
-        ]
+        name, shape, stride, dtype, _, device, *flags = self
+        return (name, shape, stride, dtype, device.partition(":")[0], *flags)
 
 
 @dataclass(frozen=True)
@@ -115,9 +106,8 @@ class BucketPlan:
         return [self.specs[i].name for i in params]
 
 
-def default_caps_bytes(specs: Sequence[ParameterSpec]) -> tuple[int, ...]:
-    """The capacities for a user who names none."""
-    total_bytes = sum(spec.size_bytes for spec in specs if spec.requires_grad)
+def default_caps_bytes(total_bytes: int) -> tuple[int, ...]:
+    """The capacities for a user who names none, of whose gradients there are so many bytes."""
     if total_bytes <= DEFAULT_CAP_BYTES:
         return (DEFAULT_CAP_BYTES,)
     cap_bytes = min(DEFAULT_CAP_BYTES, max(DEFAULT_LEAST_CAP_BYTES, total_bytes // PARTS))
@@ -149,8 +139,10 @@ def make_plan(
     reduced.
     """
     is_ours_to_choose = caps_bytes is None
+    numel_of = [spec.numel for spec in specs]
+    size_of = [numel * spec.itemsize for numel, spec in zip(numel_of, specs, strict=True)]
     if caps_bytes is None:
-        caps_bytes = default_caps_bytes(specs)
+        caps_bytes = default_caps_bytes(sum(size_of[i] for i, spec in enumerate(specs) if spec.requires_grad))
     chosen = [i for i, spec in enumerate(specs) if spec.requires_grad and i not in leave_out]
     # With one capacity for all and no order seen yet, buckets are filled from the front of the module, as torch
     # does: the same capacity then gives the same buckets.
@@ -173,7 +165,7 @@ def make_plan(
             continue
         kind = (spec.dtype, spec.device, spec.delayed)
         bucket = open_buckets.get(kind)
-        fills_one = is_ours_to_choose and spec.size_bytes >= caps_bytes[-1]
+        fills_one = is_ours_to_choose and size_of[i] >= caps_bytes[-1]
         if fills_one and bucket is not None and bucket.room_bytes <= 0.75 * caps_bytes[-1]:
             closed.append(open_buckets.pop(kind).members)
             bucket = None
@@ -183,7 +175,7 @@ def make_plan(
             cap = math.inf if spec.delayed else caps_bytes[min(n_closed, len(caps_bytes) - 1)]
             bucket = open_buckets[kind] = _OpenBucket(cap)
         bucket.members.append(i)
-        bucket.room_bytes -= spec.size_bytes
+        bucket.room_bytes -= size_of[i]
         if bucket.room_bytes <= 0:
             closed.append(open_buckets.pop(kind).members)
             closed_of_kind[kind] = closed_of_kind.get(kind, 0) + 1
@@ -194,7 +186,7 @@ def make_plan(
     if from_front:
         closed = [members[::-1] for members in closed]
     closed.sort(key=lambda members: (specs[members[0]].delayed, max(place[i] for i in members)))
-    buckets = tuple(_bucket(index, members, specs) for index, members in enumerate(closed))
+    buckets = tuple(_bucket(index, members, specs, numel_of) for index, members in enumerate(closed))
     return BucketPlan(tuple(specs), buckets, tuple(caps_bytes), tuple(order))
 
 
@@ -214,11 +206,11 @@ def arranged(order: Sequence[int], groups: Iterable[Sequence[int]]) -> list[int]
     return result
 
 
-def _bucket(index: int, members: list[int], specs: Sequence[ParameterSpec]) -> BucketSpec:
+def _bucket(index: int, members: list[int], specs: Sequence[ParameterSpec], numel_of: Sequence[int]) -> BucketSpec:
     offsets, end = [], 0
     for i in members:
         offsets.append(end)
-        end += specs[i].numel
+        end += numel_of[i]
     first = specs[members[0]]
     return BucketSpec(
         index,

@@ -7,6 +7,7 @@ replacing a parameter, or assigning a new tensor to a buffer, are things people 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -64,36 +65,50 @@ class ModuleTree:
 class Roster:
     """The parameters of ``module`` as they are now. Cheap to ask whether that is still so."""
 
-    def __init__(self, module: nn.Module, *, ignored: frozenset[str], delayed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        ignored: frozenset[str],
+        delayed: frozenset[str] = frozenset(),
+        tree: ModuleTree | None = None,
+    ) -> None:
+        """``tree``: that of ``module`` as it is now, for who has it already."""
         self._module = module
         self.params: list[Tensor] = []
         self.specs: list[ParameterSpec] = []
         self.ignored: list[Tensor] = []
         seen: set[int] = set()
-        self._tree = ModuleTree(module)
-        # Where each parameter hangs: (dictionary, key, what is there).
-        places: list[tuple[dict[str, Any], str, Any]] = []
-        samples: list[Tensor] = []
+        self._tree = tree or ModuleTree(module)
+        # Where each parameter hangs: the dictionary, the key, and what is there.
+        self._dicts: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._held: list[Any] = []
+        # A cast takes whole modules: one parameter of each tells.
+        self._samples: list[Tensor] = []
         for prefix, owner in self._tree.owners:
-            samples += [param for param in owner._parameters.values() if param is not None][:1]
+            held = owner._parameters
             sparse = makes_sparse_gradients(owner)
-            for key, param in owner._parameters.items():
-                places.append((owner._parameters, key, param))
-                name = f"{prefix}.{key}" if prefix else key
-                if param is not None and name in ignored:
-                    self.ignored.append(param)
-                if param is None or id(param) in seen or name in ignored:
+            sample: Tensor | None = None
+            for key, param in held.items():
+                self._dicts.append(held)
+                self._keys.append(key)
+                self._held.append(param)
+                if param is None:
                     continue
-                seen.add(id(param))
-                self.params.append(param)
-                self.specs.append(self._spec(name, param, sparse, name in delayed))
+                sample = param if sample is None else sample
+                name = f"{prefix}.{key}" if prefix else key
+                if name in ignored:
+                    self.ignored.append(param)
+                elif id(param) not in seen:
+                    seen.add(id(param))
+                    self.params.append(param)
+                    self.specs.append(self._spec(name, param, sparse, name in delayed))
+            if sample is not None:
+                self._samples.append(sample)
         self._sized = [owner._parameters for _, owner in self._tree.owners]
         self._sizes = list(map(len, self._sized))
-        self._dicts = [place[0] for place in places]
-        self._keys = [place[1] for place in places]
-        self._held = [place[2] for place in places]
-        # A cast takes whole modules: one parameter of each tells.
-        self._samples, self._dtypes = samples, list(map(_dtype, samples))
+        self._dtypes = list(map(_dtype, self._samples))
         self._trainable = [param for param in self.params if param.requires_grad]
         self._frozen = [param for param in self.params if not param.requires_grad]
 
@@ -143,7 +158,7 @@ class Roster:
             return True
         return not same
 
-    def rows(self) -> list[list[Any]]:
+    def rows(self) -> list[Sequence[Any]]:
         """What ranks compare: a row a parameter, fields as in ``SPEC_FIELDS``."""
         return [spec.row() for spec in self.specs]
 

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from paceline._torch.c10d import settle_async_tensor
 
 DTensor = Any
+# Nearly all are, and isinstance() takes its time with the metaclass of tensors.
+_PLAIN = frozenset((Tensor, Parameter))
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor. Asked without an import, which takes long: without it there is none."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

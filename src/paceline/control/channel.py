@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -135,7 +135,7 @@ class Channel:
         except dist.DistError as error:
             raise vigil.broken(error) from error
 
-    def compare(self, what: str, rows: list[list[Any]], names: list[str]) -> None:
+    def compare(self, what: str, rows: list[Sequence[Any]], names: list[str]) -> None:
         """Return once all ranks have brought the same ``rows``; raise the same error on all if they differ.
 
         The first field of a row is a name, and ``names`` says what the fields are. Only a digest travels as
