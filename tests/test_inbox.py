@@ -76,3 +76,32 @@ def test_another_wrappers_gradient_is_left_alone() -> None:
     slot.owned = False
     _bring(reader, [slot])
     assert reader.taken == []
+
+
+def test_hooks_of_others_stay_when_ours_go() -> None:
+    """Those that were there before and those that came later, and whoever holds a handle can take his away."""
+    reader, (slot,) = Reader(), _slots(1)
+    slot.prompt = True
+    heard: list[str] = []
+    slot.leaf.register_post_accumulate_grad_hook(lambda _: heard.append("before"))
+    reader.inbox.listen_to({id(slot.leaf): slot})
+    later = slot.leaf.register_post_accumulate_grad_hook(lambda _: heard.append("later"))
+    slot.leaf.sum().backward()
+    assert (heard, reader.taken) == (["before", "later"], [1])
+    # A wrapper that is dropped takes its hooks along at once.
+    del reader.inbox
+    del reader
+    later.remove()
+    slot.leaf.sum().backward()
+    assert heard == ["before", "later", "before"]
+    assert len(slot.leaf._post_accumulate_grad_hooks) == 1
+
+
+def test_a_parameter_without_hooks_takes_more_after_ours() -> None:
+    reader, (slot,) = Reader(), _slots(1)
+    reader.inbox.listen_to({id(slot.leaf): slot})
+    heard: list[str] = []
+    slot.leaf.register_post_accumulate_grad_hook(lambda _: heard.append("later"))
+    reader.inbox.listen_to({})
+    slot.leaf.sum().backward()
+    assert (heard, reader.taken) == (["later"], [])
