@@ -111,16 +111,14 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
 
     def _connect(self, between: str, store: Store, timeout: timedelta) -> Any:
         """The backend between leaders. The others wait for what comes of it."""
-        what = "the making of a process group"
         store = dist.PrefixStore("leaders/", store)
         try:
             return _torch.new_backend(between, store, rank=self._mine, size=len(self._hosts), timeout=timeout)
-        except RuntimeError as error:
-            raise self._failed(what, error) from error
         except Exception as error:
-            me = self._names[self._rank]
-            self._give_up(Report(rank=me, why="failed", said=f"{what} failed on rank {me}: {error}"))
-            raise
+            found = self._not_connected(error)
+            if found is error:
+                raise
+            raise found from error
 
     # -- barrier, messages -----------------------------------------------------------------------------------
 

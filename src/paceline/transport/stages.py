@@ -132,6 +132,16 @@ class Stages(Calls):
         self._give_up(report)
         return report.error()
 
+    def _not_connected(self, error: Exception) -> Exception:
+        """Why a backend could not be made, which is told: ``error`` of this rank, if nobody else has said anything."""
+        me = self._names[self._rank]
+        self._hang_up()
+        # What is said of an argument was not caused by another rank.
+        found = self._lines.find(_CAUSE_S) if isinstance(error, RuntimeError) else None
+        said = f"the making of a process group failed on rank {me}: {error}"
+        self._give_up(found or Report(rank=me, why="failed", said=said))
+        return error if found is None else found.error()
+
     def _cause(self, suspects: Sequence[int], said: str) -> Report:
         """Why an exchange with ``suspects`` has failed; if nobody knows, one of those who say nothing is at fault."""
         # First, as who waits for this rank should find out as well, and may be the one who knows.
