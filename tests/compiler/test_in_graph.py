@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from paceline import DDP, MixedPrecision
-from paceline.compiler.tap import group
+from paceline.compiler import tap
 from paceline.hooks import allreduce, fp16_compress
 from tests.compiler._compare import RTOL, batch, compare, plain_step, stack
 
@@ -43,11 +43,47 @@ def test_one_graph_and_the_same_gradients_for_any_bucket_size(ranks, backend, ca
         assert seen.more == 0
 
 
+def _kinds_of_graphs(rank, size):
+    """Of the module that a backend gets, of our wrapper and of a plain module: the classes it is of."""
+    kinds = []
+
+    def backend(gm, example_inputs):
+        kinds.append([kind.__qualname__ for kind in type(gm).__mro__])
+        return gm.forward
+
+    for model in (DDP(stack(), bucket_cap_mb=600 / 2**20), stack()):
+        torch._dynamo.reset()
+        torch.compile(model, backend=backend)(batch(rank))
+    return kinds
+
+
+def test_backends_get_graphs_of_the_kind_that_dynamo_makes(ranks):
+    """Those write their code when they run, which saves it after each pass of a compiler."""
+    for ours, plain in ranks(_kinds_of_graphs):
+        assert ours == plain
+
+
 def _groups(rank, size):
     layers = [nn.Linear(2, 128), nn.LayerNorm(128), nn.Linear(128, 128), nn.Linear(128, 128, bias=False)]
     ddp = DDP(nn.Sequential(*layers, nn.LayerNorm(128)), bucket_cap_mb=0.001)
     reducer = ddp._reducer
-    return [[reducer.slots.of(param).name for param in members] for members in group(reducer, ddp.parameters())]
+    return [[reducer.slots.of(param).name for param in members] for members in tap.group(reducer, ddp.parameters())]
+
+
+def _taps_of_equal_layers(rank, size):
+    """How many there are, with the limit on their bytes that there is, and with one of a single layer."""
+    ddp = DDP(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(64))), bucket_cap_mb=0.02)
+    numbers = [len(tap.group(ddp._reducer, ddp.parameters()))]
+    before, tap.MAX_TAP_BYTES = tap.MAX_TAP_BYTES, 4 * 32 * 32
+    try:
+        return [*numbers, len(tap.group(ddp._reducer, ddp.parameters()))]
+    finally:
+        tap.MAX_TAP_BYTES = before
+
+
+def test_a_tap_is_a_part_of_the_whole_and_has_a_limit(ranks):
+    for numbers in ranks(_taps_of_equal_layers):
+        assert numbers == [32, 64]
 
 
 def test_small_parameters_are_reported_with_the_large_one_behind_them(ranks):

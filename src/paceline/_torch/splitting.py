@@ -31,6 +31,13 @@ def region_step(node: fx.Node) -> int:
     return -1 if any(word in name for word in _CLOSING) else 0
 
 
+def make_graph_module(root: fx.GraphModule, graph: fx.Graph, *, name: str) -> fx.GraphModule:
+    """A module of the kind that Dynamo makes now: its code is written when it runs, not anew after each pass."""
+    from torch.fx._lazy_graph_module import _make_graph_module
+
+    return _make_graph_module(root, graph, class_name=name)
+
+
 def copy_what_dynamo_says(source: fx.GraphModule, part: fx.GraphModule, *, reason: str | None) -> None:
     """Let ``part`` of ``source`` be known as a graph of Dynamo's, which AOTAutograd treats differently.
 

@@ -37,7 +37,7 @@ def compile_parts(
     compiled: list[Compiled] = []
     for number, part in enumerate(parts):
         is_last = number == len(parts) - 1
-        module = fx.GraphModule(gm, part.graph, class_name=f"{type(gm).__name__}_part{number}")
+        module = _torch.make_graph_module(gm, part.graph, name=f"{type(gm).__name__}_part{number}")
         _torch.copy_what_dynamo_says(gm, module, reason=None if is_last else str(cuts[number]))
         inputs = [values[node] for node in part.inputs]
         for placeholder, value in zip(part.placeholders, inputs, strict=True):

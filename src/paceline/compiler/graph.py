@@ -125,7 +125,7 @@ def put_taps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Tapped:
                     part.meta["example_value"] = example
                     for user in uses[node]:
                         copy_of[user].replace_input_with(copy_of[node], part)
-    done.gm = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    done.gm = _torch.make_graph_module(gm, graph, name=type(gm).__name__)
     _torch.copy_what_dynamo_says(gm, done.gm, reason=None)
     return done
 

@@ -2,7 +2,7 @@
 
 [Note: taps are not buckets]
 A tap is what a graph knows: some parameters that are next to each other in the plan's order, as many as it takes to
-make a part of the whole (at most ``MAX_TAP_BYTES``, and what the last of them has in excess). A bucket is what the
+make a 32nd of the whole (at most ``MAX_TAP_BYTES``, and what the last of them has in excess). A bucket is what the
 reducer knows. A tap reports when its last gradient exists, and the reducer counts what is left of each bucket, as with
 gradients that autograd brings. So a graph is the same whatever the bucket size is, and whatever becomes of the plan
 later: nothing has to be compiled again when the plan is rebuilt, and caches hit for any bucket size.
@@ -21,10 +21,11 @@ from paceline.edition import edition
 from paceline.plan import MB
 from paceline.reducer import Reducer
 
-# Each report is a call of Python code: many small parameters share one. Larger taps would only report later.
-MAX_TAP_BYTES = MB
-# Small modules have this many all the same.
+# Each report costs compile time, and is a call of Python code in each backward. This many leave at most 3% of the bytes
+# waiting for the gradient that completes their tap.
 TAPS = 32
+# The gradients of a tap are in memory until the last of them exists.
+MAX_TAP_BYTES = 8 * MB
 # Stands in each graph: compiled code that torch's caches keep from a version of ours whose operators meant something
 # else must not be found again.
 FORM = edition("compiler/ops.py", "compiler/tap.py", "compiler/binding.py", "bucket.py", "early.py", "outputs.py")
