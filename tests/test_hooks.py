@@ -7,6 +7,7 @@ import functools
 import io
 import pickle
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.futures import Future
 import paceline
 import paceline.hooks
 from paceline.errors import BadArgumentError, BadTypeError, StateError
-from paceline.hooks import PowerSGDState, overlapping, overlaps, powersgd, resolve
+from paceline.hooks import PowerSGDState, overlapping, overlaps, powersgd, resolve, takes_group, takes_two
 
 SHAPES = ((24, 16), (7,), (8, 4, 3, 3), (2, 2), ())
 
@@ -197,6 +198,43 @@ def test_which_hooks_overlap():
 
     assert not overlaps(mine)
     assert overlaps(overlapping(mine))
+
+
+def test_what_hooks_take_is_seen_through_what_is_around_them():
+    def mine(state: Any, bucket: Any) -> None: ...
+
+    @functools.wraps(lambda bucket: None)
+    def adapted(state: Any, bucket: Any) -> None: ...
+
+    counting = Mock(wraps=mine)
+    for hook in (mine, adapted, counting, default_hooks.fp16_compress_wrapper(mine), functools.partial(mine)):
+        assert takes_two(hook)
+        # None is theirs to understand.
+        assert not takes_group(hook)
+        assert not overlaps(hook)
+    assert not takes_two(lambda bucket: None)
+    for hook in (default_hooks.allreduce_hook, paceline.hooks.fp16(paceline.hooks.allreduce)):
+        assert takes_group(hook)
+        assert takes_group(functools.partial(hook))
+    assert takes_group(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+
+
+def _none_stays_none(rank, world_size):
+    """In a wrapper of all ranks a hook of torch's gets the state that was registered."""
+    seen = []
+
+    def mine(state: Any, bucket: Any) -> Any:
+        seen.append(state)
+        return default_hooks.allreduce_hook(state, bucket)
+
+    ddp = paceline.DDP(nn.Linear(2, 2))
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(mine))
+    ddp(torch.ones(1, 2)).sum().backward()
+    return [state is None for state in seen]
+
+
+def test_a_hook_gets_the_state_that_it_was_registered_with(ranks):
+    assert ranks(_none_stays_none) == [[True]] * 2
 
 
 def test_wrong_states_are_refused(ranks):

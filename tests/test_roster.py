@@ -86,6 +86,14 @@ def test_a_lazy_parameter_is_refused_by_name() -> None:
         _roster(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
 
 
+def test_a_computed_parameter_is_refused_by_name() -> None:
+    module = nn.Linear(2, 2)
+    module._parameters["weight"] = module.weight * 2
+    with pytest.raises(StateError, match=r"'weight' is computed from other tensors.*_to_ignore_for_model"):
+        _roster(module)
+    _roster(module, ignored=frozenset(["weight"]))
+
+
 def test_rows_have_the_fields_that_are_announced() -> None:
     rows = _roster(Net()).rows()
     assert all(len(row) == len(SPEC_FIELDS) for row in rows)

@@ -97,6 +97,8 @@ class Broadcast:
 
     def __init__(self, message: Tensor, *, source: int, group: dist.ProcessGroup, channel: Channel) -> None:
         self._channel = channel
+        # Not every backend keeps what it sends.
+        self._message = message
         channel.progress.start("broadcast", "parameters or buffers", message)
         work = dist.broadcast(message, group_src=source, group=group, async_op=True)
         assert work is not None

@@ -20,7 +20,7 @@ from paceline.arguments import Arguments
 from paceline.buffers import BufferHook, BufferHookLocation, BufferSync, Delivery
 from paceline.compat import TorchNames, register_as_torch_s_class
 from paceline.control import Channel
-from paceline.errors import BadTypeError, StateError
+from paceline.errors import BadTypeError, DisagreementError, StateError
 from paceline.exchange import hook_name
 from paceline.join import DDPJoinHook, Joining, Word, say_word
 from paceline.logging_data import Logbook
@@ -120,7 +120,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             # The other ranks may be about to compare notes with this one.
             channel.report("the constructor of DistributedDataParallel", error)
             raise
-        self._start(roster, channel, sync=init_sync)
+        try:
+            self._start(roster, channel, sync=init_sync)
+        except DisagreementError:
+            # Which all ranks raise.
+            raise
+        except BaseException as error:
+            channel.report("the constructor of DistributedDataParallel", error)
+            raise
         if mixed_precision is not None:
             self.set_mixed_precision(mixed_precision)
 
@@ -471,7 +478,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             )
         self._reducer.check_idle("A comm hook was registered")
         run = hooks.resolve(hook)
-        hooks.check_state(run, state, self.process_group)
+        try:
+            hooks.check_state(run, state, self.process_group)
+        except StateError as error:
+            self.fail(error)
         self.logbook.hook_names.append(hook_name(hook))
         self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run), takes_group=hooks.takes_group(run))
 

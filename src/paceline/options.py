@@ -196,9 +196,13 @@ def check_verify_every(steps: Any) -> int:
 
 def as_flag(name: str, value: Any) -> bool:
     """``value`` as a bool, if it is meant as one: "no" and [False] would be true."""
+    refusal = BadTypeError(f"{name} must be True or False, not {value!r}.")
     if not hasattr(type(value), "__bool__"):
-        raise BadTypeError(f"{name} must be True or False, not {value!r}.")
-    return bool(value)
+        raise refusal
+    try:
+        return bool(value)
+    except (ValueError, RuntimeError) as error:  # an array, or a tensor, of several
+        raise refusal from error
 
 
 def check_mixed_precision(config: Any) -> None:

@@ -58,8 +58,17 @@ class ParameterSpec(NamedTuple):
 
     def row(self) -> tuple[object, ...]:
         """The fields two ranks compare; the device index is left out, as each rank has its own."""
-        name, shape, stride, dtype, _, device, *flags = self
-        return (name, shape, stride, dtype, device.partition(":")[0], *flags)
+        return (
+            self.name,
+            self.shape,
+            self.stride,
+            self.dtype,
+            self.device.partition(":")[0],
+            self.requires_grad,
+            self.sparse,
+            self.delayed,
+            self.placement,
+        )
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,12 @@ class Roster:
                 f"Parameter {name!r} has no shape yet (lazy module). Run one forward of the bare module on a "
                 "dummy batch before wrapping it, so that every rank knows its shapes."
             )
+        elif not param.is_leaf:
+            raise StateError(
+                f"Parameter {name!r} is computed from other tensors at the moment, so autograd keeps no gradient for "
+                "it to be synchronised. Wrap the module before it is reparametrised, or leave this one out "
+                "with DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)."
+            )
         elif hasattr(param, "__tensor_flatten__"):
             check_placement(name, param)
             local, placement = _torch.local_tensor(param), describe_placement(param)

@@ -91,6 +91,10 @@ def flag_is_text(rank):
     DDP(nn.Linear(2, 2), find_unused_parameters="no")
 
 
+def flag_of_many(rank):
+    DDP(nn.Linear(2, 2), static_graph=torch.tensor([True, False]))
+
+
 def buffer_flag_is_text(rank):
     with pytest.warns(FutureWarning, match="broadcast_buffers"):
         DDP(nn.Linear(2, 2), broadcast_buffers="no")
@@ -106,6 +110,7 @@ def ignored_is_text(rank):
 
 WRONG_TYPES = [
     (flag_is_text, "find_unused_parameters must be True or False, not 'no'"),
+    (flag_of_many, "static_graph must be True or False, not tensor"),
     (buffer_flag_is_text, "broadcast_buffers must"),
     (hook_without_state, "(state, bucket)"),
     (ignored_is_text, "['weight']"),

@@ -168,10 +168,11 @@ def _in_three(rank, world_size):
         _assert_equal(parts, whole, case.name, case.tolerance)
 
 
+@pytest.mark.timeout(600)
 def test_weights_are_those_of_one_process(eight_ranks):
     needs_shm()
     # torch's optimizers for hooks use its deprecated torch.jit.script.
-    eight_ranks(_in_three, world_size=8, timeout=240, allow_warnings=(("", DeprecationWarning),))
+    eight_ranks(_in_three, world_size=8, timeout=480, allow_warnings=(("", DeprecationWarning),))
 
 
 def _flattened(rank, world_size):
@@ -196,5 +197,6 @@ def _flattened(rank, world_size):
         torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.timeout(600)
 def test_replicas_along_two_dimensions(eight_ranks):
-    eight_ranks(_flattened, world_size=8, timeout=120)
+    eight_ranks(_flattened, world_size=8, timeout=480)

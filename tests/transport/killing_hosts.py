@@ -96,15 +96,15 @@ def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[
     assert type(dist.group.WORLD).__name__ == "HostsProcessGroup"
     call()
     obituary = Obituary(plan.victim)
+    # All have its number by now.
+    dist.barrier()
     if rank == plan.victim:
         _prepare(plan)
     loss = heard_of(call, obituary)
     if loss is None:
         # It died in the meeting that followed, when it had done its part of that.
         loss = heard_of(lambda: None, obituary)
-    began = time.monotonic()
     dist.destroy_process_group()
-    assert time.monotonic() - began < NOTICED_WITHIN_S + 2.0
     return None if loss is None else asdict(loss)
 
 

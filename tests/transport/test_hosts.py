@@ -5,7 +5,9 @@ Two hosts of two ranks, each host a network namespace and a mount namespace of i
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -339,9 +341,20 @@ def _no_backend(store, rank, size, timeout):
 def _leaders_without_a_backend(rank, world_size, between):
     if between == "none":
         dist.Backend.register_backend(between, _no_backend, devices=["cpu"])
+    before = _shared_files()
     with pytest.raises((ValueError, RuntimeError)) as raised:
         dist.new_group(pg_options=paceline.transport.Options(between=between))
+    assert _shared_files() == before
     return type(raised.value).__name__, str(raised.value)
+
+
+def _shared_files() -> int:
+    """How many descriptors of shared memory this process has."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.startswith("/dev/shm/") for link in links)
 
 
 _NO_BACKENDS = {

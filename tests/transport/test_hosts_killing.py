@@ -25,6 +25,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.timeout(600)
 def test_a_rank_that_dies_in_the_middle_is_named_on_every_host(tmp_path: Path) -> None:
     needs_shm()
     reason = why_no_hosts()

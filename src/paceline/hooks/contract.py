@@ -95,7 +95,8 @@ def overlaps(hook: Callable[..., Any]) -> bool:
 def takes_two(hook: Callable[..., Any]) -> bool:
     """Whether ``hook(state, bucket)`` can be a call of it; taken for granted of what has no signature."""
     try:
-        signature = inspect.signature(hook)
+        # Not of what a decorator says it wraps: that may take other arguments.
+        signature = inspect.signature(hook, follow_wrapped=False)
     except (TypeError, ValueError):
         return True
     try:
@@ -122,15 +123,21 @@ def check_state(hook: Callable[..., Any], state: object, group: dist.ProcessGrou
 
 
 def _file_of(hook: Callable[..., Any]) -> str:
-    """The file that has ``hook``, if it is one of torch's or ours, else ``""``."""
-    module = getattr(_innermost(hook), "__module__", None) or ""
-    return module.rpartition(".")[2] if module.startswith((_TORCH_HOOKS, "paceline.hooks.")) else ""
+    """The file that has ``hook``, if it is one of torch's or ours, else ``""``. Of one around another, the other's."""
+    hook = _innermost(hook)
+    module = getattr(hook, "__module__", None)
+    if not isinstance(module, str) or not module.startswith((_TORCH_HOOKS, "paceline.hooks.")):
+        return ""
+    held = inspect.getclosurevars(hook).nonlocals.get("hook") if inspect.isfunction(hook) else None
+    return _file_of(held) if callable(held) else module.rpartition(".")[2]
 
 
 def _innermost(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook`` without partial arguments and compression around it."""
     while True:
-        inner = hook.func if isinstance(hook, functools.partial) else getattr(hook, "wrapped_hook", None)
+        # Not getattr(): there are objects that have whatever one asks for, a Mock say.
+        held = getattr(hook, "__dict__", {}).get("wrapped_hook")
+        inner = hook.func if isinstance(hook, functools.partial) else held
         if inner is None:
             return hook
         hook = inner

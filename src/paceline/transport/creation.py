@@ -30,17 +30,24 @@ def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGr
             store, rank=rank, size=size, timeout=timeout, channel=meeting.channel, control=meeting.control
         )
     if meeting.reason is None and len(meeting.hosts) < size:
-        return HostsProcessGroup(
-            meeting.store,
-            rank=rank,
-            size=size,
-            timeout=timeout,
-            hosts=meeting.hosts,
-            channel=meeting.channel,
-            control=meeting.control,
-            names=names,
-            between=between,
-        )
+        try:
+            return HostsProcessGroup(
+                meeting.store,
+                rank=rank,
+                size=size,
+                timeout=timeout,
+                hosts=meeting.hosts,
+                channel=meeting.channel,
+                control=meeting.control,
+                names=names,
+                between=between,
+            )
+        except BaseException:
+            # The process lives on, and must not keep the lock and the file of a group that there is not.
+            for part in (meeting.channel, meeting.control):
+                if part is not None:
+                    part.close()
+            raise
     if meeting.reason is not None:
         _say(meeting, rank=rank)
         between = "gloo"

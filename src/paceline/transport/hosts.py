@@ -67,6 +67,8 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         _torch.adopt_backend(self, everybody)
         self._lines = Lines(everybody, rank=rank, names=names)
         by_post = _torch.new_gloo(dist.PrefixStore("messages/", store), rank=rank, size=size, timeout=timeout)
+        # Who fails from here on hangs up, which would break the connections that another rank is still making.
+        by_post.barrier().wait()
         self._messages = Messages(by_post)
         self._host = Host(channel, size=len(hosts[self._mine]), rank=hosts[self._mine].index(rank))
         self._leaders: Leaders | None = None
@@ -87,6 +89,8 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         # break the connections of ranks that are still at it, and they would not know why.
         here = c10d.BarrierOptions()
         here.asyncOp = False
+        # Longer than it takes a leader to find that another does not come: it is that one who is to blame.
+        here.timeout = 2 * timeout
         self.barrier(here)
 
     def getBackendName(self) -> str:
