@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,11 +48,16 @@ def _to_one() -> None:
         dist.send(torch.ones(SMALL), 1)
 
 
+def _new_group() -> None:
+    dist.new_group(timeout=timedelta(minutes=5))
+
+
 MESSAGES: dict[str, Callable[[], None]] = {"messages around": _around, "messages to one": _to_one}
 COLLECTIVES: dict[str, Callable[[], None]] = {
     **{name: call for name, call in CALLS.items() if name != "zero-copy all_reduce"},
     "sparse all_reduce": lambda: dist.all_reduce(torch.eye(8).to_sparse()),
 }
+MAKING: dict[str, Callable[[], None]] = {"new group": _new_group}
 INSIDE = ("before_publish", "published", "passed")
 """Phases of the kernel that every stage inside a host goes through."""
 
@@ -83,6 +89,8 @@ def plans(runs: int, *, seed: int = 0) -> Iterator[Plan]:
         Plan("messages to one", "message", 1, 2)
     ]
     every += [Plan(call, "idle", rng.choice(ranks)) for call in (*COLLECTIVES, *MESSAGES)]
+    every += [Plan("new group", "connecting", rank) for rank in ranks]
+    every += [Plan("new group", "connecting leaders", rank) for rank in LEADERS]
     rng.shuffle(every)
     for number in range(runs):
         yield every[number % len(every)]
@@ -91,7 +99,7 @@ def plans(runs: int, *, seed: int = 0) -> Iterator[Plan]:
 def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[str, Any] | None:
     """On a rank: make the group and the call, and hear of the victim; dies if it is that."""
     plan = Plan(**planned)
-    call = (COLLECTIVES | MESSAGES)[plan.call]
+    call = (COLLECTIVES | MESSAGES | MAKING)[plan.call]
     start_group(path, rank=rank, world_size=world_size)
     assert type(dist.group.WORLD).__name__ == "HostsProcessGroup"
     call()
@@ -109,6 +117,7 @@ def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[
 
 
 def _prepare(plan: Plan) -> None:
+    from paceline import _torch
     from paceline.transport.leaders import Leaders
     from paceline.transport.messages import Messages
 
@@ -116,6 +125,10 @@ def _prepare(plan: Plan) -> None:
         _kill()
     elif plan.phase in ("agree", "agreed"):
         _kill_around(Leaders, "_agree", after=plan.phase == "agreed", alive=iter(range(plan.count)))
+    elif plan.phase == "connecting":
+        _kill_around(_torch, "new_gloo", after=False, alive=iter(range(1)))
+    elif plan.phase == "connecting leaders":
+        _kill_around(_torch, "new_backend", after=False, alive=iter(()))
     elif plan.phase == "message":
         alive = iter(range(plan.count))
         for name in ("send", "recv"):
@@ -124,19 +137,19 @@ def _prepare(plan: Plan) -> None:
         die_at(plan.phase, count=plan.count)
 
 
-def _kill_around(kind: type, name: str, *, after: bool, alive: Iterator[int]) -> None:
-    original = getattr(kind, name)
+def _kill_around(owner: Any, name: str, *, after: bool, alive: Iterator[int]) -> None:
+    original = getattr(owner, name)
 
-    def kill_in_turn(self: Any, *args: Any) -> Any:
+    def kill_in_turn(*args: Any, **kwargs: Any) -> Any:
         is_turn = next(alive, None) is None
         if is_turn and not after:
             _kill()
-        found = original(self, *args)
+        found = original(*args, **kwargs)
         if is_turn:
             _kill()
         return found
 
-    setattr(kind, name, kill_in_turn)
+    setattr(owner, name, kill_in_turn)
 
 
 def _kill() -> None:

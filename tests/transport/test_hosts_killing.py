@@ -22,6 +22,8 @@ PLANS = [
     Plan("sparse all_reduce", "agree", 2, count=1),
     Plan("messages around", "message", 3, count=1),
     Plan("messages to one", "message", 1, count=2),
+    Plan("new group", "connecting", 3),
+    Plan("new group", "connecting leaders", 2),
 ]
 
 

@@ -20,6 +20,7 @@ from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
+from paceline.errors import PeerError
 from paceline.transport import checks, forms
 from paceline.transport.calls import one
 from paceline.transport.conductor import Conductor
@@ -28,6 +29,7 @@ from paceline.transport.host import Host
 from paceline.transport.kernel import Channel
 from paceline.transport.leaders import Leaders
 from paceline.transport.lines import Lines, Report
+from paceline.transport.listening_store import ListeningStore
 from paceline.transport.messages import Message, Messages
 from paceline.transport.packing import Packing
 from paceline.transport.segment import Segment, hold, release
@@ -66,14 +68,26 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         everybody = _torch.new_gloo(dist.PrefixStore("everybody/", store), rank=rank, size=size, timeout=timeout)
         _torch.adopt_backend(self, everybody)
         self._lines = Lines(everybody, rank=rank, names=names)
-        by_post = _torch.new_gloo(dist.PrefixStore("messages/", store), rank=rank, size=size, timeout=timeout)
-        # Who fails from here on hangs up, which would break the connections that another rank is still making.
-        by_post.barrier().wait()
+        self._posts = ListeningStore(dist.PrefixStore("messages/", store), self._lines)
+        try:
+            by_post = _torch.new_gloo(self._posts, rank=rank, size=size, timeout=timeout)
+        except PeerError as error:
+            # Else the others may take this rank, whose lines are about to break, for the one that is gone.
+            self._lines.tell(Report.of(error, "the making of a process group", rank=names[rank]))
+            raise
         self._messages = Messages(by_post)
         self._host = Host(channel, size=len(hosts[self._mine]), rank=hosts[self._mine].index(rank))
         self._leaders: Leaders | None = None
-        if self._host.rank == 0:
-            self._leaders = Leaders(self._connect(between, store, timeout), hosts=hosts, names=names)
+        try:
+            # Who fails from here on hangs up, which would break the connections that another rank is still making.
+            by_post.barrier().wait()
+            if self._host.rank == 0:
+                self._leaders = Leaders(self._connect(between, store, timeout), hosts=hosts, names=names)
+        except Exception as error:
+            found = self._not_connected(error)
+            if found is error:
+                raise
+            raise found from error
         self._herald = Herald()
         self._conductor = Conductor()
         self.carried = (
@@ -116,13 +130,10 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
     def _connect(self, between: str, store: Store, timeout: timedelta) -> Any:
         """The backend between leaders. The others wait for what comes of it."""
         store = dist.PrefixStore("leaders/", store)
-        try:
-            return _torch.new_backend(between, store, rank=self._mine, size=len(self._hosts), timeout=timeout)
-        except Exception as error:
-            found = self._not_connected(error)
-            if found is error:
-                raise
-            raise found from error
+        if between == dist.Backend.GLOO:
+            # Others may keep their store, and ask it from threads of their own.
+            store = self._leaders_store = ListeningStore(store, self._lines)
+        return _torch.new_backend(between, store, rank=self._mine, size=len(self._hosts), timeout=timeout)
 
     # -- barrier, messages -----------------------------------------------------------------------------------
 
