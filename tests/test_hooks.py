@@ -219,22 +219,28 @@ def test_what_hooks_take_is_seen_through_what_is_around_them():
     assert takes_group(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
 
 
-def _none_stays_none(rank, world_size):
-    """In a wrapper of all ranks a hook of torch's gets the state that was registered."""
+def _states(rank, world_size):
+    """What hooks get for None: those that take a group the wrapper's, a hook of the user's None, whatever is around."""
     seen = []
 
     def mine(state: Any, bucket: Any) -> Any:
         seen.append(state)
         return default_hooks.allreduce_hook(state, bucket)
 
-    ddp = paceline.DDP(nn.Linear(2, 2))
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(mine))
-    ddp(torch.ones(1, 2)).sum().backward()
-    return [state is None for state in seen]
+    another = dist.new_group(range(world_size))
+    for group in (dist.group.WORLD, another):
+        ddp = paceline.DDP(nn.Linear(2, 2), process_group=group)
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(mine))
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        # None is all ranks to it, which are not to talk over another group than the wrapper.
+        seen.append(ddp._reducer.courier._state)
+    assert seen == [None, None, None, another]
+    dist.destroy_process_group(another)
 
 
-def test_a_hook_gets_the_state_that_it_was_registered_with(ranks):
-    assert ranks(_none_stays_none) == [[True]] * 2
+def test_hooks_that_take_a_group_get_the_wrapper_s(ranks):
+    ranks(_states)
 
 
 def test_wrong_states_are_refused(ranks):

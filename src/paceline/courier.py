@@ -37,9 +37,8 @@ class Courier:
     @property
     def _state(self) -> object:
         """What the hook is given: where None stands for a group, it is the one that the buckets are averaged in."""
-        if self.hook_state is None and self.hook_takes_group and self.size < dist.get_world_size():
-            return self.group
-        return self.hook_state
+        is_theirs = self.hook_state is None and self.hook_takes_group and self.group is not dist.group.WORLD
+        return self.group if is_theirs else self.hook_state
 
     def allocate(self, size_bytes: int) -> Tensor | None:
         """Memory that the group's ranks share, if it has such: a collective; None on all ranks alike."""

@@ -89,7 +89,7 @@ def plans(runs: int, *, seed: int = 0) -> Iterator[Plan]:
         Plan("messages to one", "message", 1, 2)
     ]
     every += [Plan(call, "idle", rng.choice(ranks)) for call in (*COLLECTIVES, *MESSAGES)]
-    every += [Plan("new group", "connecting", rank) for rank in ranks]
+    every += [Plan("new group", phase, rank) for rank in ranks for phase in ("connecting", "announced", "connected")]
     every += [Plan("new group", "connecting leaders", rank) for rank in LEADERS]
     rng.shuffle(every)
     for number in range(runs):
@@ -106,6 +106,8 @@ def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[
     obituary = Obituary(plan.victim)
     # All have its number by now.
     dist.barrier()
+    if plan.call in MAKING:
+        _count_lines()
     if rank == plan.victim:
         _prepare(plan)
     loss = heard_of(call, obituary)
@@ -125,8 +127,13 @@ def _prepare(plan: Plan) -> None:
         _kill()
     elif plan.phase in ("agree", "agreed"):
         _kill_around(Leaders, "_agree", after=plan.phase == "agreed", alive=iter(range(plan.count)))
-    elif plan.phase == "connecting":
-        _kill_around(_torch, "new_gloo", after=False, alive=iter(range(1)))
+    elif plan.phase in ("connecting", "connected"):
+        _kill_around(_torch, "new_gloo", after=plan.phase == "connected", alive=iter(range(1)))
+    elif plan.phase == "announced":
+        alive, new_gloo = iter(range(1)), _torch.new_gloo
+        _torch.new_gloo = lambda store, **options: new_gloo(
+            _FatalStore(store) if next(alive, None) is None else store, **options
+        )
     elif plan.phase == "connecting leaders":
         _kill_around(_torch, "new_backend", after=False, alive=iter(()))
     elif plan.phase == "message":
@@ -152,8 +159,52 @@ def _kill_around(owner: Any, name: str, *, after: bool, alive: Iterator[int]) ->
     setattr(owner, name, kill_in_turn)
 
 
+class _FatalStore(dist.Store):
+    """Who waits in it for the others has put up its own address, and dies."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._is_published = False
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._is_published = True
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if self._is_published:
+            _kill()
+        self._store.wait(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+
 def _kill() -> None:
+    # While a group is being made, not before the others could hear of it (docs/transport.md).
+    while _lines_wanted and _default_store().add("lines", 0) < WORLD_SIZE:
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+_lines_wanted: list[str] = []
+
+
+def _count_lines() -> None:
+    """In the store: how many ranks have their lines to the others in the group that is about to be made."""
+    from paceline.transport import hosts
+
+    class Counted(hosts.Lines):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _default_store().add("lines", 1)
+
+    hosts.Lines = Counted
+    _lines_wanted.append("lines")
+
+
+def _default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def run(hosts: Hosts, plan: Plan, path: str) -> list[Loss]:

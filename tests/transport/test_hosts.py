@@ -341,10 +341,11 @@ def _no_backend(store, rank, size, timeout):
 def _leaders_without_a_backend(rank, world_size, between):
     if between == "none":
         dist.Backend.register_backend(between, _no_backend, devices=["cpu"])
+    gc.collect()
     before = _shared_files()
     with pytest.raises((ValueError, RuntimeError)) as raised:
         dist.new_group(pg_options=paceline.transport.Options(between=between))
-    assert _shared_files() == before
+    assert _shared_files() <= before
     return type(raised.value).__name__, str(raised.value)
 
 

@@ -23,6 +23,8 @@ PLANS = [
     Plan("messages around", "message", 3, count=1),
     Plan("messages to one", "message", 1, count=2),
     Plan("new group", "connecting", 3),
+    Plan("new group", "announced", 1),
+    Plan("new group", "connected", 0),
     Plan("new group", "connecting leaders", 2),
 ]
 

@@ -20,16 +20,15 @@ from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
-from paceline.errors import PeerError
 from paceline.transport import checks, forms
 from paceline.transport.calls import one
 from paceline.transport.conductor import Conductor
+from paceline.transport.connecting import connect
 from paceline.transport.herald import Herald
 from paceline.transport.host import Host
 from paceline.transport.kernel import Channel
 from paceline.transport.leaders import Leaders
 from paceline.transport.lines import Lines, Report
-from paceline.transport.listening_store import ListeningStore
 from paceline.transport.messages import Message, Messages
 from paceline.transport.packing import Packing
 from paceline.transport.segment import Segment, hold, release
@@ -68,26 +67,8 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         everybody = _torch.new_gloo(dist.PrefixStore("everybody/", store), rank=rank, size=size, timeout=timeout)
         _torch.adopt_backend(self, everybody)
         self._lines = Lines(everybody, rank=rank, names=names)
-        self._posts = ListeningStore(dist.PrefixStore("messages/", store), self._lines)
-        try:
-            by_post = _torch.new_gloo(self._posts, rank=rank, size=size, timeout=timeout)
-        except PeerError as error:
-            # Else the others may take this rank, whose lines are about to break, for the one that is gone.
-            self._lines.tell(Report.of(error, "the making of a process group", rank=names[rank]))
-            raise
-        self._messages = Messages(by_post)
         self._host = Host(channel, size=len(hosts[self._mine]), rank=hosts[self._mine].index(rank))
-        self._leaders: Leaders | None = None
-        try:
-            # Who fails from here on hangs up, which would break the connections that another rank is still making.
-            by_post.barrier().wait()
-            if self._host.rank == 0:
-                self._leaders = Leaders(self._connect(between, store, timeout), hosts=hosts, names=names)
-        except Exception as error:
-            found = self._not_connected(error)
-            if found is error:
-                raise
-            raise found from error
+        self._connect(between, store, timeout)
         self._herald = Herald()
         self._conductor = Conductor()
         self.carried = (
@@ -127,13 +108,41 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         self._give_up(Report(rank=me, why="failed", said=f"rank {me} has aborted the group"))
         self.shutdown()
 
-    def _connect(self, between: str, store: Store, timeout: timedelta) -> Any:
-        """The backend between leaders. The others wait for what comes of it."""
-        store = dist.PrefixStore("leaders/", store)
-        if between == dist.Backend.GLOO:
-            # Others may keep their store, and ask it from threads of their own.
-            store = self._leaders_store = ListeningStore(store, self._lines)
-        return _torch.new_backend(between, store, rank=self._mine, size=len(self._hosts), timeout=timeout)
+    def _connect(self, between: str, store: Store, timeout: timedelta) -> None:
+        """Make the connections for messages, of all ranks, and those between leaders. All or nobody has them."""
+        self._connections = []
+        self._leaders = None
+        me = self._names[self._rank]
+        try:
+            posts = dist.PrefixStore("messages/", store)
+            by_post = connect(
+                lambda: _torch.new_gloo(posts, rank=self._rank, size=self._size, timeout=timeout), self._lines
+            )
+            self._messages = Messages(by_post)
+            self._connections.append(self._messages)
+            # Who fails from here on hangs up, which would break connections that another rank is still making.
+            limits = Limits(timeout.total_seconds())
+            self._host.barrier(timeout_s=limits.inside_s)
+            all_here = c10d.BarrierOptions()
+            all_here.timeout = timedelta(seconds=limits.between_s)
+            by_post.barrier(all_here).wait()
+            if self._host.rank == 0:
+                meeting = dist.PrefixStore("leaders/", store)
+                count = len(self._hosts)
+                made = connect(
+                    lambda: _torch.new_backend(between, meeting, rank=self._mine, size=count, timeout=timeout),
+                    self._lines,
+                )
+                self._leaders = Leaders(made, hosts=self._hosts, names=self._names)
+                self._connections.append(self._leaders)
+        except Exception as error:
+            found = self._not_connected(error)
+            if found is error:
+                raise
+            raise found from error
+        except BaseException:
+            self._give_up(Report(rank=me, why="failed", said=f"rank {me} was interrupted while it made a group"))
+            raise
 
     # -- barrier, messages -----------------------------------------------------------------------------------
 

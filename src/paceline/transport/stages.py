@@ -58,6 +58,8 @@ class Stages(Calls):
     _leaders: Leaders | None
     _lines: Lines
     _messages: Messages
+    _connections: list[Messages | Leaders]
+    """To other ranks, as far as they have been made."""
     _herald: Herald
     _conductor: Conductor
 
@@ -135,6 +137,9 @@ class Stages(Calls):
     def _not_connected(self, error: Exception) -> Exception:
         """Why a backend could not be made, which is told: ``error`` of this rank, if nobody else has said anything."""
         me = self._names[self._rank]
+        if isinstance(error, PacelineError):
+            self._give_up(Report.of(error, "the making of a process group", rank=me))
+            return error
         self._hang_up()
         # What is said of an argument was not caused by another rank.
         found = self._lines.find(_CAUSE_S) if isinstance(error, RuntimeError) else None
@@ -160,6 +165,5 @@ class Stages(Calls):
         self._host.give_up(report.said, blamed=report.rank, status=_STATUS[report.why])
 
     def _hang_up(self) -> None:
-        if self._leaders is not None:
-            self._leaders.hang_up()
-        self._messages.hang_up()
+        for connection in self._connections:
+            connection.hang_up()
