@@ -31,8 +31,8 @@ WORLD_SIZE = 4
 LEADERS = (0, 2)
 
 
-def _around() -> None:
-    """Everybody to the next."""
+def _to_the_next() -> None:
+    """Everybody."""
     after, before = (dist.get_rank() + 1) % WORLD_SIZE, (dist.get_rank() - 1) % WORLD_SIZE
     sent, got = torch.ones(SMALL), torch.zeros(SMALL)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, got, before)]):
@@ -52,7 +52,7 @@ def _new_group() -> None:
     dist.new_group(timeout=timedelta(minutes=5))
 
 
-MESSAGES: dict[str, Callable[[], None]] = {"messages around": _around, "messages to one": _to_one}
+MESSAGES: dict[str, Callable[[], None]] = {"messages around": _to_the_next, "messages to one": _to_one}
 COLLECTIVES: dict[str, Callable[[], None]] = {
     **{name: call for name, call in CALLS.items() if name != "zero-copy all_reduce"},
     "sparse all_reduce": lambda: dist.all_reduce(torch.eye(8).to_sparse()),
@@ -109,7 +109,7 @@ def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[
     if plan.call in MAKING:
         _count_lines()
     if rank == plan.victim:
-        _prepare(plan)
+        _prepare(plan, _kill_with_lines if plan.call in MAKING else _kill)
     loss = heard_of(call, obituary)
     if loss is None:
         # It died in the meeting that followed, when it had done its part of that.
@@ -118,42 +118,42 @@ def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[
     return None if loss is None else asdict(loss)
 
 
-def _prepare(plan: Plan) -> None:
+def _prepare(plan: Plan, kill: Callable[[], None]) -> None:
     from paceline import _torch
     from paceline.transport.leaders import Leaders
     from paceline.transport.messages import Messages
 
     if plan.phase == "idle":
-        _kill()
+        kill()
     elif plan.phase in ("agree", "agreed"):
-        _kill_around(Leaders, "_agree", after=plan.phase == "agreed", alive=iter(range(plan.count)))
+        _around(Leaders, "_agree", kill, after=plan.phase == "agreed", alive=iter(range(plan.count)))
     elif plan.phase in ("connecting", "connected"):
-        _kill_around(_torch, "new_gloo", after=plan.phase == "connected", alive=iter(range(1)))
+        _around(_torch, "new_gloo", kill, after=plan.phase == "connected", alive=iter(range(1)))
     elif plan.phase == "announced":
         alive, new_gloo = iter(range(1)), _torch.new_gloo
         _torch.new_gloo = lambda store, **options: new_gloo(
-            _FatalStore(store) if next(alive, None) is None else store, **options
+            _FatalStore(store, kill) if next(alive, None) is None else store, **options
         )
     elif plan.phase == "connecting leaders":
-        _kill_around(_torch, "new_backend", after=False, alive=iter(()))
+        _around(_torch, "new_backend", kill, after=False, alive=iter(()))
     elif plan.phase == "message":
         alive = iter(range(plan.count))
         for name in ("send", "recv"):
-            _kill_around(Messages, name, after=False, alive=alive)
+            _around(Messages, name, kill, after=False, alive=alive)
     else:
         die_at(plan.phase, count=plan.count)
 
 
-def _kill_around(owner: Any, name: str, *, after: bool, alive: Iterator[int]) -> None:
+def _around(owner: Any, name: str, kill: Callable[[], None], *, after: bool, alive: Iterator[int]) -> None:
     original = getattr(owner, name)
 
     def kill_in_turn(*args: Any, **kwargs: Any) -> Any:
         is_turn = next(alive, None) is None
         if is_turn and not after:
-            _kill()
+            kill()
         found = original(*args, **kwargs)
         if is_turn:
-            _kill()
+            kill()
         return found
 
     setattr(owner, name, kill_in_turn)
@@ -162,9 +162,10 @@ def _kill_around(owner: Any, name: str, *, after: bool, alive: Iterator[int]) ->
 class _FatalStore(dist.Store):
     """Who waits in it for the others has put up its own address, and dies."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, kill: Callable[[], None]) -> None:
         super().__init__()
         self._store = store
+        self._kill = kill
         self._is_published = False
 
     def set(self, key: str, value: str) -> None:
@@ -173,7 +174,7 @@ class _FatalStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         if self._is_published:
-            _kill()
+            self._kill()
         self._store.wait(keys)
 
     def get(self, key: str) -> bytes:
@@ -181,13 +182,14 @@ class _FatalStore(dist.Store):
 
 
 def _kill() -> None:
-    # While a group is being made, not before the others could hear of it (docs/transport.md).
-    while _lines_wanted and _default_store().add("lines", 0) < WORLD_SIZE:
-        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_lines_wanted: list[str] = []
+def _kill_with_lines() -> None:
+    """Not before the others can hear of it: docs/transport.md promises nothing for the milliseconds before."""
+    while _default_store().add("lines", 0) < WORLD_SIZE:
+        time.sleep(0.001)
+    _kill()
 
 
 def _count_lines() -> None:
@@ -200,7 +202,6 @@ def _count_lines() -> None:
             _default_store().add("lines", 1)
 
     hosts.Lines = Counted
-    _lines_wanted.append("lines")
 
 
 def _default_store() -> dist.Store:

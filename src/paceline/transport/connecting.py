@@ -6,10 +6,10 @@ the backend, and the caller listens to the lines.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from paceline.transport.lines import Lines
@@ -24,24 +24,19 @@ def connect(make: Callable[[], Any], lines: Lines) -> Any:
 
     Then the thread is left behind, and ends with the time-out of what it waits for.
     """
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    outcome: futures.Future[Any] = futures.Future()
+    # Not one of an executor, which the end of the program would wait for.
     threading.Thread(target=_run, args=(make, outcome), name="paceline-connecting", daemon=True).start()
     began = time.monotonic()
-    while True:
-        try:
-            made, error = outcome.get(timeout=_PAUSE_S)
-        except queue.Empty:
-            found = lines.find(0) if time.monotonic() - began > _PATIENCE_S else None
-            if found is not None:
-                raise found.error() from None
-            continue
-        if error is not None:
-            raise error
-        return made
+    while not futures.wait([outcome], _PAUSE_S).done:
+        found = lines.find(0) if time.monotonic() - began > _PATIENCE_S else None
+        if found is not None:
+            raise found.error()
+    return outcome.result()
 
 
-def _run(make: Callable[[], Any], outcome: queue.SimpleQueue[tuple[Any, BaseException | None]]) -> None:
+def _run(make: Callable[[], Any], outcome: futures.Future[Any]) -> None:
     try:
-        outcome.put((make(), None))
+        outcome.set_result(make())
     except BaseException as error:
-        outcome.put((None, error))
+        outcome.set_exception(error)

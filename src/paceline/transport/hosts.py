@@ -80,8 +80,8 @@ class HostsProcessGroup(SpanningReductions, SpanningExchanges, _torch.PythonProc
         ends = (self._conductor, self._herald, self._leaders, self._lines)
         self._ending = weakref.finalize(self, _end, used, ends, os.getpid())
         self._ending.atexit = False
-        # Only leaders wait for each other above. A rank that has come here and uses the group, fails and leaves would
-        # break the connections of ranks that are still at it, and they would not know why.
+        # Leaders may still be at it. A rank that uses the group, fails and leaves meanwhile would break their
+        # connections, and they would not know why.
         here = c10d.BarrierOptions()
         here.asyncOp = False
         # Longer than it takes a leader to find that another does not come: it is that one who is to blame.
