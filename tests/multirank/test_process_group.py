@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
-from paceline import layout
-from paceline.errors import PeerFailedError
+from paceline import hooks, layout
+from paceline.errors import PeerFailedError, StateError
 
 from ._ddp import DDP, STOCK, assert_grads, assert_in_sync, batch, compare_with_reference, mean_over_ranks, ours_only
 
@@ -73,6 +73,23 @@ def _alone(rank, world_size):
 
 def test_update_to_a_group_of_one(ranks):
     ranks(_alone)
+
+
+def _hook_of_all_ranks(rank, world_size):
+    """Its state says all ranks of the job, which the new group is not: refused, and nothing has changed."""
+    ddp = DDP(_mlp().double())
+    ddp.register_comm_hook(hooks.PowerSGDState(), hooks.powersgd)
+    before = ddp.process_group
+    with pytest.raises(StateError, match="all 2 ranks of the job, but the wrapper averages over a group of 1"):
+        ddp._update_process_group([dist.new_group([r]) for r in range(world_size)][rank])
+    assert ddp.process_group is before
+    _square(ddp, rank)
+    assert_in_sync(ddp)
+
+
+@ours_only
+def test_no_new_group_for_a_hook_of_all_ranks(ranks):
+    ranks(_hook_of_all_ranks)
 
 
 def _buffers_follow(rank, world_size):
