@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread a rank: two ranks share the two cores of the machines we run on.
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes: let Python keep what it has compiled, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+# Most tests wait for something, so there are more of them at a time than cores.
+PYTEST := $(BIN)/python -m pytest -n $(or $(WORKERS),4)
 
-.PHONY: install train test test-compiler check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing clean
+.PHONY: install train test test-all check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing clean
 
 install: $(STAMP)
 
 # torch is pinned to the build we test with; a looser request pulls CUDA packages.
-$(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/csrc/*)
+$(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/shm/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 "numpy>=1.26"
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,bench]"
@@ -20,12 +24,14 @@ $(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/csrc/*)
 train: install
 	$(BIN)/python -m paceline train $(ARGS)
 
+# Every capability, in minutes (tests/lanes.py says how it is chosen).
 test: install
-	$(BIN)/python -m pytest --ignore=tests/compiler
+	$(PYTEST) --fast
 
-# Compiled training: nearly as long as all others together, since every case compiles.
-test-compiler: install
-	$(BIN)/python -m pytest tests/compiler
+# Every test, and torch's own tests of DDP.
+test-all: install
+	$(PYTEST)
+	$(MAKE) conformance
 
 check: install
 	$(BIN)/ruff check .
@@ -52,7 +58,8 @@ soak: install
 	$(BIN)/python -m tests.transport.killing --runs 200
 	$(BIN)/python -m tests.transport.killing_hosts --runs 200
 	$(BIN)/python -m tests.transport.fuzz --programs 2000
-	$(BIN)/python -m tests.multirank.fault_scripts --runs 1000
+	$(BIN)/python -m tests.control.fault_scripts --runs 1000
+	$(BIN)/python -m tests.run.ends --runs 2000
 
 # The shared-memory transport: all-reduce by size, and training.
 bench-shm: install

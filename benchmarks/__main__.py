@@ -42,13 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
     console = make_console(150)
     suites = tuple(chosen.suite or [suite.name for suite in SUITES.values() if suite.default])
-    modes = dict.fromkeys(chosen.mode or [name for suite in suites for name in SUITES[suite].modes])
-    missing = {name: reason for name in modes if (reason := MODES[name].missing()) is not None}
-    for name, reason in missing.items():
-        console.print(f"mode {name} is left out: {reason}", style="yellow", markup=False)
-    if len(missing) == len(modes):
-        console.print("no mode is left to run", style="red")
-        return 2
     settings = Settings(
         suites=suites,
         models=tuple(chosen.model) if chosen.model else ("tiny",) if chosen.quick else None,
@@ -62,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         launches=chosen.launches or (1 if chosen.quick else 4),
     )
     whole = not (chosen.suite or chosen.model or chosen.mode or chosen.quick)
-    out: Path = chosen.out or (RESULTS if whole and not missing else PARTIAL)
+    out: Path = chosen.out or (RESULTS if whole else PARTIAL)
     results = Results(about=_about(settings))
     start = time.monotonic()
     with (

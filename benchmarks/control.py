@@ -26,7 +26,7 @@ from torch import nn
 from paceline import DDP
 from paceline.control import hang
 from paceline.control.hang import LOOK_S
-from paceline.options import HangWatch
+from paceline.settings import HangWatch
 from paceline.testing import RankPool
 
 from .command import Command, Found, Start

@@ -32,11 +32,8 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def register(case: Case) -> Case:
-    if case.name in CASES:
-        raise ValueError(f"the model {case.name!r} is registered twice")
-    CASES[case.name] = case
-    return case
+def register(name: str, title: str, *, build: Any, batch: Any, loss: Any, optimizer: Any) -> None:
+    CASES[name] = Case(name, title, build, batch, loss, optimizer)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -104,24 +101,20 @@ def _tokens(*, vocabulary: int, batch: int, length: int) -> Callable[[torch.Gene
 
 
 register(
-    Case(
-        name="gpt",
-        title="GPT 17M",
-        build=lambda: GPT(vocabulary=7000, length=64, width=384, layers=8, heads=6),
-        batch=_tokens(vocabulary=7000, batch=2, length=64),
-        loss=next_token_loss,
-        optimizer=adamw,
-    )
+    "gpt",
+    "GPT 17M",
+    build=lambda: GPT(vocabulary=7000, length=64, width=384, layers=8, heads=6),
+    batch=_tokens(vocabulary=7000, batch=2, length=64),
+    loss=next_token_loss,
+    optimizer=adamw,
 )
 register(
-    Case(
-        name="tiny",
-        title="GPT tiny",
-        build=lambda: GPT(vocabulary=64, length=16, width=32, layers=2, heads=2),
-        batch=_tokens(vocabulary=64, batch=2, length=16),
-        loss=next_token_loss,
-        optimizer=adamw,
-    )
+    "tiny",
+    "GPT tiny",
+    build=lambda: GPT(vocabulary=64, length=16, width=32, layers=2, heads=2),
+    batch=_tokens(vocabulary=64, batch=2, length=16),
+    loss=next_token_loss,
+    optimizer=adamw,
 )
 
 # --- MLP of many small parameters ------------------------------------------------------------------------
@@ -149,14 +142,12 @@ def _vectors(generator: torch.Generator) -> Batch:
 
 
 register(
-    Case(
-        name="mlp",
-        title="MLP, 1,000 parameters",
-        build=lambda: Chain(layers=500, width=32),
-        batch=_vectors,
-        loss=class_loss,
-        optimizer=sgd,
-    )
+    "mlp",
+    "MLP, 1,000 parameters",
+    build=lambda: Chain(layers=500, width=32),
+    batch=_vectors,
+    loss=class_loss,
+    optimizer=sgd,
 )
 
 # --- ResNet ----------------------------------------------------------------------------------------------
@@ -205,14 +196,12 @@ def _images(generator: torch.Generator) -> Batch:
 
 
 register(
-    Case(
-        name="resnet",
-        title="ResNet-20 + BatchNorm",
-        build=lambda: ResNet(widths=(16, 32, 64), blocks=3, classes=10),
-        batch=_images,
-        loss=class_loss,
-        optimizer=sgd,
-    )
+    "resnet",
+    "ResNet-20 + BatchNorm",
+    build=lambda: ResNet(widths=(16, 32, 64), blocks=3, classes=10),
+    batch=_images,
+    loss=class_loss,
+    optimizer=sgd,
 )
 
 # --- BERT-like -------------------------------------------------------------------------------------------
@@ -241,12 +230,10 @@ def _masked_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 register(
-    Case(
-        name="bert",
-        title="BERT-like 4M",
-        build=bert,
-        batch=_tokens(vocabulary=4000, batch=2, length=64),
-        loss=_masked_loss,
-        optimizer=adamw,
-    )
+    "bert",
+    "BERT-like 4M",
+    build=bert,
+    batch=_tokens(vocabulary=4000, batch=2, length=64),
+    loss=_masked_loss,
+    optimizer=adamw,
 )

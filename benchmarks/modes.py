@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import paceline
 
 from .models import Batch, Case
 
@@ -96,8 +97,6 @@ class Mode:
     """Makes a module that has just been built ready for data-parallel training."""
     trainer: Callable[[Job, nn.Module], Replica] = Trainer
     """Gives the wrapped module its optimizer and its step."""
-    requires: str | None = None
-    """A module without which the mode is left out, loudly."""
 
     @property
     def synchronised(self) -> bool:
@@ -106,26 +105,6 @@ class Mode:
 
     def build(self, job: Job) -> Replica:
         return self.trainer(job, self.wrap(job, job.module()))
-
-    def missing(self) -> str | None:
-        """Why it can't run here, or None."""
-        if self.requires is None:
-            return None
-        try:
-            importlib.import_module(self.requires)
-        except ImportError as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
-
-MODES: dict[str, Mode] = {}
-
-
-def register(mode: Mode) -> Mode:
-    if mode.name in MODES:
-        raise ValueError(f"the mode {mode.name!r} is registered twice")
-    MODES[mode.name] = mode
-    return mode
 
 
 def _local(job: Job, module: nn.Module) -> nn.Module:
@@ -138,16 +117,12 @@ def _torch_ddp(job: Job, module: nn.Module, *, views: bool, backend: str | None 
 
 
 def _paceline(job: Job, module: nn.Module, *, views: bool, backend: str | None = None) -> nn.Module:
-    import paceline
-
     group = job.group(backend)
     return paceline.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
 
 
 def _on_shm(wrap: Callable[..., nn.Module], job: Job, module: nn.Module) -> nn.Module:
-    from paceline import transport
-
-    carried = transport.describe(job.group(SHM))
+    carried = paceline.transport.describe(job.group(SHM))
     if "shared memory" not in carried:
         # Figures of gloo under another name would mislead.
         raise RuntimeError(f"the ranks of this run share no memory ({carried}); leave the modes on {SHM} out")
@@ -176,105 +151,33 @@ class Threaded(Trainer):
             torch.set_num_threads(threads)
 
 
-register(Mode(name="local", title="local, no communication", family="local", wrap=_local))
-register(
-    Mode(
-        name="torch",
-        title="torch DDP",
-        family="torch",
-        wrap=functools.partial(_torch_ddp, views=False),
+_TORCH_VIEWS = functools.partial(_torch_ddp, views=True)
+_PACELINE_VIEWS = functools.partial(_paceline, views=True)
+_PACELINE_SHM = functools.partial(_on_shm, _paceline)
+
+_USUAL = [
+    Mode("local", "local, no communication", "local", _local),
+    Mode("torch", "torch DDP", "torch", functools.partial(_torch_ddp, views=False)),
+    Mode("torch-views", "torch DDP, views", "torch", _TORCH_VIEWS),
+    Mode("paceline", "Paceline", "paceline", functools.partial(_paceline, views=False)),
+    Mode("paceline-views", "Paceline, views", "paceline", _PACELINE_VIEWS),
+]
+_ON_SHM = [
+    Mode("torch-shm", "torch DDP, views, shm", "torch on shm", functools.partial(_on_shm, _torch_ddp)),
+    Mode("paceline-shm", "Paceline, views, shm", "paceline", _PACELINE_SHM),
+    # Its weights differ from those of the ranks in the last bits: one mean over all is not the mean of means.
+    Mode("two-threads", "one process, two threads", "local", _local, Threaded),
+]
+_COMPILED = [
+    Mode(name, title, family, functools.partial(_compiled, wrap))
+    for name, title, family, wrap in (
+        ("local-compiled", "torch.compile, no communication", "local", _local),
+        ("torch-compiled", "torch.compile(torch DDP, views)", "torch", _TORCH_VIEWS),
+        ("paceline-compiled", "torch.compile(Paceline, views)", "paceline", _PACELINE_VIEWS),
+        ("paceline-compiled-shm", "torch.compile(Paceline, views), shm", "paceline", _PACELINE_SHM),
     )
-)
-register(
-    Mode(
-        name="torch-views",
-        title="torch DDP, views",
-        family="torch",
-        wrap=functools.partial(_torch_ddp, views=True),
-    )
-)
-register(
-    Mode(
-        name="paceline",
-        title="Paceline",
-        family="paceline",
-        wrap=functools.partial(_paceline, views=False),
-        requires="paceline",
-    )
-)
-register(
-    Mode(
-        name="paceline-views",
-        title="Paceline, views",
-        family="paceline",
-        wrap=functools.partial(_paceline, views=True),
-        requires="paceline",
-    )
-)
-USUAL = tuple(MODES)
+]
+MODES = {mode.name: mode for mode in (*_USUAL, *_ON_SHM, *_COMPILED)}
+USUAL = tuple(mode.name for mode in _USUAL)
 """What a suite compares unless it says otherwise."""
-
-register(
-    Mode(
-        name="torch-shm",
-        title="torch DDP, views, shm",
-        family="torch on shm",
-        wrap=functools.partial(_on_shm, _torch_ddp),
-        requires="paceline.transport",
-    )
-)
-register(
-    Mode(
-        name="paceline-shm",
-        title="Paceline, views, shm",
-        family="paceline",
-        wrap=functools.partial(_on_shm, _paceline),
-        requires="paceline.transport",
-    )
-)
-# Its weights differ from those of the ranks in the last bits: one mean over all is not the mean of means.
-register(
-    Mode(
-        name="two-threads",
-        title="one process, two threads",
-        family="local",
-        wrap=_local,
-        trainer=Threaded,
-    )
-)
-
-COMPILED = ("local-compiled", "torch-compiled", "paceline-compiled", "paceline-compiled-shm")
-register(
-    Mode(
-        name="local-compiled",
-        title="torch.compile, no communication",
-        family="local",
-        wrap=functools.partial(_compiled, _local),
-    )
-)
-register(
-    Mode(
-        name="torch-compiled",
-        title="torch.compile(torch DDP, views)",
-        family="torch",
-        wrap=functools.partial(_compiled, functools.partial(_torch_ddp, views=True)),
-    )
-)
-register(
-    Mode(
-        name="paceline-compiled",
-        title="torch.compile(Paceline, views)",
-        family="paceline",
-        wrap=functools.partial(_compiled, functools.partial(_paceline, views=True)),
-        requires="paceline",
-    )
-)
-register(
-    Mode(
-        name="paceline-compiled-shm",
-        title="torch.compile(Paceline, views), shm",
-        family="paceline",
-        wrap=functools.partial(_compiled, functools.partial(_on_shm, _paceline)),
-        requires="paceline.transport",
-    )
-)
+COMPILED = tuple(mode.name for mode in _COMPILED)

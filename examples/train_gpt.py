@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.init import World
+from paceline.run.init import World
 
 BYTES = 256
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -57,14 +57,14 @@ class Config:
     """What decides the losses; each field is a flag, and is kept in the checkpoint."""
 
     steps: int = flag(480, "optimizer steps in total")
-    batch: int = flag(8, "sequences a rank and step")
+    batch: int = flag(8, "sequences for each rank and step")
     context: int = flag(64, "bytes the model looks back")
     layers: int = flag(3, "transformer blocks")
-    heads: int = flag(4, "attention heads a block; divides --width")
+    heads: int = flag(4, "attention heads in a block; has to divide --width")
     width: int = flag(128, "size of the residual stream")
     dropout: float = flag(0.0, "share of the activations that is dropped")
     lr: float = flag(4e-3, "highest learning rate")
-    seed: int = flag(1, "of the weights, the batches and dropout")
+    seed: int = flag(1, "seed of the weights, the batches and dropout")
 
 
 class Block(nn.Module):
@@ -188,7 +188,7 @@ class Display:
         self.task = self.bar.add_task("", total=config.steps, note="")
 
     def start(self, first: int) -> None:
-        """Begin after step ``first``: keep of the log what the checkpoint knows of."""
+        """Begin after step ``first``. Keep only the part of the log that the checkpoint covers."""
         self.bar.update(self.task, completed=first)
         path = self.flags.out / "log.jsonl"
         if self.world.rank == 0:
@@ -223,7 +223,7 @@ class Display:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Note Ctrl-C and SIGTERM in a list instead of dying; a second one of its kind acts as usual."""
+    """Note Ctrl-C and SIGTERM in a list instead of dying; a second signal of the same kind acts as usual."""
     received: list[int] = []
 
     def note(signum: int, _frame: FrameType | None) -> None:
@@ -254,7 +254,7 @@ def train(config: Config, flags: argparse.Namespace, world: World) -> int:
     first = checkpoint.load(config, model, optimizer) if flags.resume else 0
     last = flags.stop_at or config.steps
     if first >= last:
-        say(f"Nothing to do up to step {last}: {checkpoint.path} has {first}. Give more --steps to go on.")
+        say(f"Nothing to do up to step {last}: {checkpoint.path} is at step {first}. Give more --steps to go on.")
         return 0
     display.start(first)
     ddp = paceline.DistributedDataParallel(model)

@@ -12,24 +12,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from benchmarks import buckets, control
+from benchmarks.collectives import settings as collectives
+from benchmarks.collectives.judge import Curve, points, sentences
+from benchmarks.collectives.methods import METHODS
+from benchmarks.memory import footprint
+from benchmarks.modes import MODES, USUAL, Job
+from benchmarks.report import Results
+from benchmarks.settings import Settings
+from benchmarks.stats import Check, Series, judge, paired_ratio, rows
+from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).resolve().parent.parent
-pytest.importorskip("matplotlib", reason="the bench extra is not installed")
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import buckets, control  # noqa: E402
-from benchmarks.collectives import settings as collectives  # noqa: E402
-from benchmarks.collectives.judge import Curve, points, sentences  # noqa: E402
-from benchmarks.collectives.methods import METHODS  # noqa: E402
-from benchmarks.memory import footprint  # noqa: E402
-from benchmarks.modes import MODES, USUAL, Job  # noqa: E402
-from benchmarks.report import Results  # noqa: E402
-from benchmarks.settings import Settings  # noqa: E402
-from benchmarks.stats import Check, Series, judge, paired_ratio, rows  # noqa: E402
-from benchmarks.suites import SUITES  # noqa: E402
-
 METRICS = {
     "step": {"step"},
     "memory": {"gradients at peak", "gradients + buckets", "after zero_grad"},
@@ -50,11 +47,19 @@ def _run(*arguments: str, module: str = "benchmarks", timeout: float = 160) -> s
     )
 
 
-def test_quick_run_reports_every_suite_in_every_mode(tmp_path: Path) -> None:
-    done = _run("--quick", "--rounds", "1", "--out", str(tmp_path))
+def _found(out: Path, *arguments: str, module: str = "benchmarks", name: str = "bench", timeout: float = 160) -> Any:
+    """What a run says and what it writes: its output, and the JSON beside the picture."""
+    done = _run(*arguments, "--out", str(out), module=module, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "bench.json").read_text())
-    modes = {name for name in USUAL if MODES[name].missing() is None}
+    picture = out / f"{name}.png"
+    assert not picture.exists() or picture.read_bytes().startswith(b"\x89PNG")
+    return done.stdout, json.loads((out / f"{name}.json").read_text())
+
+
+@pytest.mark.full
+def test_quick_run_reports_every_suite_in_every_mode(tmp_path: Path) -> None:
+    said, found = _found(tmp_path, "--quick", "--rounds", "1")
+    modes = set(USUAL)
     seen: dict[str, dict[str, set[str]]] = {}
     for row in found["rows"]:
         seen.setdefault(row["suite"], {}).setdefault(row["metric"], set()).add(row["mode"])
@@ -65,46 +70,44 @@ def test_quick_run_reports_every_suite_in_every_mode(tmp_path: Path) -> None:
             # Nothing is wrapped in the local mode.
             assert seen[suite][metric] == modes - ({"local"} if "wrap" in metric else set()), metric
     for title in (MODES[name].title for name in modes):
-        assert title in done.stdout
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+        assert title in said
+    assert (tmp_path / "bench.png").exists()
     assert {check["mode"] for check in found["checks"] if check["suite"] == "step"} == {
         name for name in modes if MODES[name].synchronised and name != "torch"
     }
     assert all(check["equal"] and check["ranks_equal"] for check in found["checks"]), found["checks"]
 
 
+@pytest.mark.full
 def test_shm_suite_compares_its_own_modes(tmp_path: Path) -> None:
-    done = _run("--suite", "shm", "--quick", "--rounds", "1", "--launches", "2", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "bench.json").read_text())
+    _, found = _found(tmp_path, "--suite", "shm", "--quick", "--rounds", "1", "--launches", "2")
     for series in found["series"]:
         assert series["launches"] == [1, 1]
         assert {len(values) for values in series["values"].values()} == {2}
-    modes = {name for name in SUITES["shm"].modes if MODES[name].missing() is None}
+    modes = set(SUITES["shm"].modes)
     assert {row["mode"] for row in found["rows"]} == modes
     assert {check["mode"] for check in found["checks"]} == modes & {"torch-shm", "paceline-shm"}
     assert all(check["equal"] and check["ranks_equal"] for check in found["checks"]), found["checks"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_quick_buckets_compare_both_classes(tmp_path: Path) -> None:
-    done = _run("--quick", "--out", str(tmp_path), module="benchmarks.buckets", timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (size,) = json.loads((tmp_path / "buckets.json").read_text())["sizes"]
+    _, found = _found(tmp_path, "--quick", module="benchmarks.buckets", name="buckets", timeout=500)
+    (size,) = found["sizes"]
     ours = size["paceline"]
     assert ours["graphs"] == 1
     assert min(ours["compile_s"]) > min(ours["step_s"]) > 0
     # Each of the three layers has a bucket, and the last one leaves at the end.
     assert 0 < ours["started"] <= 2 / 3 + 1e-6
     assert "error" in size["torch"] or size["torch"]["graphs"] > 1
-    assert (tmp_path / "buckets.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "buckets.png").exists()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_quick_compiling_compares_starts_and_calls(tmp_path: Path) -> None:
-    done = _run("--quick", "--out", str(tmp_path), module="benchmarks.compiling", timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "compiling.json").read_text())
+    _, found = _found(tmp_path, "--quick", module="benchmarks.compiling", name="compiling", timeout=800)
     assert found["about"]["layers"] == 1
     starts = [event for mode in ("each", "once") for event in found[f"layers, own, {mode}"]]
     assert len(starts) == 2
@@ -114,19 +117,27 @@ def test_quick_compiling_compares_starts_and_calls(tmp_path: Path) -> None:
     assert all(len(calls) == 1 and calls[0] > 0 for calls in found["guards_us"].values())
 
 
+@pytest.mark.full
+def test_a_small_run_reports_the_modes_that_are_asked_for(tmp_path: Path) -> None:
+    modes = ("torch", "paceline")
+    chosen = [word for mode in modes for word in ("--mode", mode)]
+    _, found = _found(tmp_path, "--suite", "step", "--quick", "--rounds", "1", *chosen)
+    assert {(row["suite"], row["mode"]) for row in found["rows"]} == {("step", mode) for mode in modes}
+    assert [check["equal"] and check["ranks_equal"] for check in found["checks"]] == [True]
+
+
+@pytest.mark.full
 def test_quick_control_says_what_it_costs(tmp_path: Path) -> None:
-    done = _run("--quick", "--out", str(tmp_path), module="benchmarks.control")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "control.json").read_text())
+    said, found = _found(tmp_path, "--quick", module="benchmarks.control", name="control")
     assert found["collectives"] >= 1
     assert found["bookkeeping_s"] > 0
-    assert "bound" in done.stdout
+    assert "bound" in said
 
 
+@pytest.mark.full
 def test_quick_collectives_report_every_method_at_every_size(tmp_path: Path) -> None:
-    done = _run("--quick", "--rounds", "1", "--out", str(tmp_path), module="benchmarks.collectives")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = json.loads((tmp_path / "collectives.json").read_text())["runs"]
+    said, found = _found(tmp_path, "--quick", "--rounds", "1", module="benchmarks.collectives", name="collectives")
+    (run,) = found["runs"]
     methods = {name for name, method in METHODS.items() if method.missing() is None}
     assert {"gloo", "limit"} <= methods
     assert {(point["nbytes"], point["method"]) for point in run["points"]} == {
@@ -134,8 +145,8 @@ def test_quick_collectives_report_every_method_at_every_size(tmp_path: Path) -> 
     }
     assert all(point["median_s"] > 0 for point in run["points"])
     for method in METHODS.values():
-        assert method.title in done.stdout  # those that are missing are named, too
-    assert (tmp_path / "collectives.png").read_bytes().startswith(b"\x89PNG")
+        assert method.title in said  # those that are missing are named, too
+    assert (tmp_path / "collectives.png").exists()
 
 
 def test_unknown_model_is_refused_with_the_choices() -> None:

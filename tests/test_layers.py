@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import paceline
 
 SRC = Path(paceline.__file__).parent
-FILES = sorted(SRC.rglob("*.py"))
-TREES = {path.relative_to(SRC).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-every_file = pytest.mark.parametrize("file", sorted(TREES))
+FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 
-# Lower layers first. A file may import, of these, only what stands before it.
-LAYERS = ["plan", "bucket", "reducer", "module"]
-MAY_READ_ENVIRONMENT = {"options.py", "init.py", "launch.py"}
+MAY_READ_ENVIRONMENT = {"settings.py", "run/init.py", "run/launch.py"}
 
 
 def _is_testing(file: str) -> bool:
@@ -29,7 +28,12 @@ def _module_name(file: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {_module_name(file) for file in TREES}
+MODULES = {_module_name(file) for file in FILES}
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    return ast.parse((SRC / file).read_text(encoding="utf-8"))
 
 
 # -- imports point one way -----------------------------------------------------------------------------
@@ -39,42 +43,42 @@ def _is_for_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def _import_nodes(node: ast.AST, *, in_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements that run; those for type checkers only are left out."""
+def _import_nodes(node: ast.AST, *, everywhere: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements that run when the file is imported; ``everywhere``: all others, too."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child
-        elif _is_for_type_checking(child):
-            for other in child.orelse:  # type: ignore[attr-defined]
-                yield from _import_nodes(other, in_functions=in_functions)
-        elif in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield from _import_nodes(child, in_functions=in_functions)
+        elif everywhere or not (
+            _is_for_type_checking(child) or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        ):
+            yield from _import_nodes(child, everywhere=everywhere)
 
 
-def _ours(tree: ast.AST, *, in_functions: bool) -> set[str]:
-    """The paceline modules that a file imports, `from paceline import plan` included."""
+def _ours(tree: ast.AST, modules: Set[str], *, everywhere: bool) -> set[str]:
+    """The paceline modules that a file imports, `from paceline.gradients import plan` included."""
     found = set()
-    for node in _import_nodes(tree, in_functions=in_functions):
+    for node in _import_nodes(tree, everywhere=everywhere):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name in MODULES}
+            found |= {alias.name for alias in node.names if alias.name in modules}
             continue
         assert node.level == 0, f"line {node.lineno}: imports are absolute here"
         source = node.module or ""
         for alias in node.names:
             full = f"{source}.{alias.name}"
-            # `from paceline.init import init` names the function, `from paceline import plan` a module.
-            if full in MODULES:
+            # `from paceline.run.init import init` names a function, `from paceline.run import init` a module.
+            if full in modules:
                 found.add(full)
-            elif source in MODULES:
+            elif source in modules:
                 found.add(source)
     return found
 
 
-IMPORTS = {_module_name(file): _ours(tree, in_functions=False) for file, tree in TREES.items()}
-ALL_IMPORTS = {_module_name(file): _ours(tree, in_functions=True) for file, tree in TREES.items()}
+@cache
+def _imports(*, everywhere: bool) -> dict[str, set[str]]:
+    return {_module_name(file): _ours(_tree(file), MODULES, everywhere=everywhere) for file in FILES}
 
 
-def _reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
+def _reached_from(name: str, graph: Mapping[str, Set[str]]) -> set[str]:
     reached: set[str] = set()
     stack = [name]
     while stack:
@@ -84,45 +88,68 @@ def _reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
     return reached
 
 
+def _circles(graph: Mapping[str, Set[str]]) -> list[str]:
+    return sorted(name for name in graph if name in _reached_from(name, graph))
+
+
+def _rooms(package: str, imports: Mapping[str, Set[str]]) -> dict[str, set[str]]:
+    """What each folder or file of ``package`` uses of the others, as the tree and the import statements have it.
+
+    Whatever lies in a folder counts as that folder. The package's own ``__init__`` stands above all of them: it may
+    use any, and none may use it.
+    """
+
+    def room(module: str) -> str:
+        return ".".join(module.split(".")[: package.count(".") + 2])
+
+    inside = [name for name in imports if name == package or name.startswith(f"{package}.")]
+    graph: dict[str, set[str]] = {room(name): set() for name in inside}
+    for name in inside:
+        graph[room(name)] |= {room(other) for other in imports[name] if other in inside} - {room(name)}
+    return graph
+
+
+PACKAGES = sorted({name.rpartition(".")[0] for name in MODULES} - {""})
+
+
 def test_the_files_were_read() -> None:
     # The checks below mean nothing on an empty graph.
-    assert {f"paceline.{layer}" for layer in LAYERS} <= MODULES
-    for above, below in zip(LAYERS[1:], LAYERS, strict=False):
-        assert f"paceline.{below}" in _reached_from(f"paceline.{above}", IMPORTS)
+    rooms = _rooms("paceline", _imports(everywhere=True))
+    assert {path.name for path in SRC.iterdir() if (path / "__init__.py").exists()} <= {
+        name.removeprefix("paceline.") for name in rooms
+    }
+    assert "paceline.gradients" in _reached_from("paceline.ddp", rooms)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_reaches_no_layer_above_it(layer: str) -> None:
-    above = {f"paceline.{name}" for name in LAYERS[LAYERS.index(layer) + 1 :]}
-    assert not _reached_from(f"paceline.{layer}", IMPORTS) & above
+@pytest.mark.parametrize("package", PACKAGES)
+def test_folders_import_one_way(package: str) -> None:
+    # Type checkers' imports and those inside functions count: what is needed is needed, whenever it is imported.
+    graph = _rooms(package, _imports(everywhere=True))
+    files = {name for name in graph if name in MODULES and name not in PACKAGES}
+    folders = {name: _reached_from(name, graph) for name in graph if name not in files}
+    assert [name for name, reached in folders.items() if name in reached] == []
 
 
-@pytest.mark.parametrize("layer", LAYERS[:-1])
-def test_a_layer_below_the_module_reaches_none_above_it_from_inside_a_function_either(layer: str) -> None:
-    above = {f"paceline.{name}" for name in LAYERS[LAYERS.index(layer) + 1 :]}
-    assert not _reached_from(f"paceline.{layer}", ALL_IMPORTS) & above
-
-
-def test_the_plan_is_pure() -> None:
-    assert ALL_IMPORTS["paceline.plan"] == set()
-    assert not any("torch" in name for name in _imported_names(TREES["plan.py"]))
+def test_a_way_back_would_be_found() -> None:
+    good = {"a": set(), "a.low.x": set(), "a.high.y": {"a.low.x"}}
+    assert _circles(_rooms("a", good)) == []
+    back = {**good, "a.low.z": {"a.high.y"}}
+    assert _circles(_rooms("a", back)) == ["a.high", "a.low"]
+    code = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a.high import y\ndef f():\n    import a.low.x"
+    assert _ours(ast.parse(code), back.keys(), everywhere=True) == {"a.high.y", "a.low.x"}
 
 
 def test_no_import_goes_in_a_circle() -> None:
-    circles = [name for name in MODULES if name in _reached_from(name, IMPORTS)]
-    assert circles == []
+    assert _circles(_imports(everywhere=False)) == []
 
 
-@pytest.mark.parametrize("part", ["compiler", "tracing", "simulate", "shard", "transport"])
-def test_drivers_of_the_plan_do_not_need_the_module(part: str) -> None:
-    # Parts that do not exist yet pass; the rule is there for when they do.
-    for name in MODULES:
-        if name == f"paceline.{part}" or name.startswith(f"paceline.{part}."):
-            assert "paceline.module" not in _reached_from(name, ALL_IMPORTS)
+def test_the_plan_is_pure() -> None:
+    assert _imports(everywhere=True)["paceline.gradients.plan"] == set()
+    assert not any("torch" in name for name in _imported_names(_tree("gradients/plan.py")))
 
 
 def test_only_tests_import_the_testing_tools() -> None:
-    for name, imported in ALL_IMPORTS.items():
+    for name, imported in _imports(everywhere=True).items():
         if not name.startswith("paceline.testing"):
             assert not [other for other in imported if other.startswith("paceline.testing")], name
 
@@ -131,7 +158,7 @@ def test_private_torch_names_come_from_one_package_that_needs_no_other() -> None
     names = {name for name in MODULES if name.partition("paceline._torch")[1]}
     assert names
     for name in names:
-        assert names >= ALL_IMPORTS[name]
+        assert names >= _imports(everywhere=True)[name]
 
 
 # -- private names of torch ----------------------------------------------------------------------------
@@ -206,14 +233,10 @@ def _private_torch_names(tree: ast.AST) -> list[str]:
     return found
 
 
-@every_file
-def test_only_one_package_names_private_torch(file: str) -> None:
-    found = _private_torch_names(TREES[file])
-    assert file.startswith("_torch/") or found == []
-
-
-def test_private_names_would_be_found() -> None:
-    assert _private_torch_names(TREES["_torch/c10d.py"])
+def test_only_one_package_names_private_torch() -> None:
+    found = {file: names for file in FILES if (names := _private_torch_names(_tree(file)))}
+    assert "_torch/c10d.py" in found
+    assert [names for file, names in found.items() if not file.startswith("_torch/")] == []
 
 
 @pytest.mark.parametrize(
@@ -248,6 +271,98 @@ def test_the_check_for_private_names_does_not_fail_for_others(code: str) -> None
     assert _private_torch_names(ast.parse(code)) == []
 
 
+# -- private attributes of torch -----------------------------------------------------------------------
+
+# Python documents these, or has no other name for them.
+PYTHONS = {"_NamedFuncPointer", "_current_frames", "_exit", "_fields", "_initializing"}
+# What torch's objects have in attributes with an underscore. Ours may be called the same, on `self`.
+TORCHS = set().union(
+    dir(torch.nn.Linear(1, 1)),
+    *map(dir, (torch.Tensor, torch.UntypedStorage, torch.optim.Optimizer, torch.autograd.graph.Node, torch.fx.Node)),
+    *map(dir, (dist.ProcessGroup, dist.Work, dist.Store, dist.Backend, dist.device_mesh.DeviceMesh)),
+)
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """The names that a file gives to functions, classes, variables, slots and attributes of ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+        for statement in node.body if isinstance(node, (ast.Module, ast.ClassDef)) else ():
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                names = [part.id for part in ast.walk(statement) if isinstance(part, ast.Name)]
+                yield from names
+                if "__slots__" in names and statement.value is not None:
+                    yield from ast.literal_eval(statement.value)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _accesses(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Where a private attribute is looked at, and its name."""
+    for node in ast.walk(tree):
+        name: object = None
+        if isinstance(node, ast.Attribute):
+            owner, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            owner, name = node.args[0], node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+        if isinstance(name, str) and _is_private(name):
+            yield owner, name
+
+
+def _foreign_attributes(tree: ast.AST, ours: Set[str]) -> list[str]:
+    """Private attributes that nothing of ours defines; or that torch has, too, and that are not those of ``self``."""
+    return [
+        f"line {owner.lineno}: {ast.unparse(owner)}.{name}"
+        for owner, name in _accesses(tree)
+        if name not in PYTHONS and (name not in ours or (name in TORCHS and not _is_self(owner)))
+    ]
+
+
+def test_only_one_package_uses_private_attributes_of_torch() -> None:
+    files = [file for file in FILES if not file.startswith("_torch/")]
+    ours = {name for file in files for name in _defined(_tree(file))}
+    assert {file: found for file in files if (found := _foreign_attributes(_tree(file), ours))} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "tensor._version",
+        "owner._parameters",
+        "work._source_rank()",
+        "getattr(param, '_ddp_ignored', False)",
+        "module._x = 1",
+        "hasattr(self.group, '_x')",
+        "class A:\n    def f(self, other):\n        self._buffers = other._buffers",
+    ],
+)
+def test_private_attributes_would_be_found(code: str) -> None:
+    tree = ast.parse(code)
+    assert _foreign_attributes(tree, set(_defined(tree)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class A:\n    __slots__ = ('_x',)\ndef f(a):\n    return a._x",
+        "class A:\n    def __init__(self):\n        self._x = 1\ndef f(a):\n    return a._x",
+        "class A:\n    _x: int\n    def _y(self):\n        return self._x\nA()._y()",
+        "import os\nos._exit(1)",
+        "getattr(a, name)",
+    ],
+)
+def test_private_attributes_of_ours_are_not_found(code: str) -> None:
+    tree = ast.parse(code)
+    assert _foreign_attributes(tree, set(_defined(tree))) == []
+
+
 # -- what is not used at all ---------------------------------------------------------------------------
 
 # torch's object collectives pickle what they send.
@@ -263,39 +378,53 @@ PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shel
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 
 
-@every_file
-def test_nothing_is_pickled(file: str) -> None:
-    if _is_testing(file):
-        # The pool hands test functions to its own child processes; no rank reads what another one pickled.
-        return
-    assert not {name.split(".")[0] for name in _imported_names(TREES[file])} & PICKLING_MODULES
-    for node in ast.walk(TREES[file]):
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        assert name not in PICKLING_CALLS | PICKLING_MODULES, f"{file}:{node.lineno}: {name}"  # type: ignore[attr-defined]
+def test_nothing_is_pickled() -> None:
+    for file in FILES:
+        if _is_testing(file):
+            # The pool hands test functions to its own child processes; no rank reads what another one pickled.
+            continue
+        assert not {name.split(".")[0] for name in _imported_names(_tree(file))} & PICKLING_MODULES, file
+        for node in ast.walk(_tree(file)):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            assert name not in PICKLING_CALLS | PICKLING_MODULES, f"{file}:{node.lineno}: {name}"  # type: ignore[attr-defined]
 
 
-@every_file
-def test_nothing_is_evaluated(file: str) -> None:
-    for node in ast.walk(TREES[file]):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in EVALUATING, f"{file}:{node.lineno}: {node.func.id}()"
+def test_nothing_is_evaluated() -> None:
+    for file in FILES:
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in EVALUATING, f"{file}:{node.lineno}: {node.func.id}()"
 
 
-@every_file
-def test_the_environment_is_read_in_few_places(file: str) -> None:
-    if file in MAY_READ_ENVIRONMENT or _is_testing(file):
-        return
-    for node in ast.walk(TREES[file]):
-        if isinstance(node, ast.Attribute) and _dotted(node) in (["os", "environ"], ["os", "getenv"], ["os", "putenv"]):
-            raise AssertionError(f"{file}:{node.lineno}: ask paceline.options.environment() instead")
-    assert not {"os.environ", "os.getenv", "os.putenv"} & _imported_names(TREES[file])
+def test_the_environment_is_read_in_few_places() -> None:
+    ways = (["os", "environ"], ["os", "getenv"], ["os", "putenv"])
+    for file in FILES:
+        if file in MAY_READ_ENVIRONMENT or _is_testing(file):
+            continue
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.Attribute) and _dotted(node) in ways:
+                raise AssertionError(f"{file}:{node.lineno}: ask paceline.settings.environment() instead")
+        assert not {".".join(way) for way in ways} & _imported_names(_tree(file)), file
 
 
-@every_file
-def test_the_library_needs_no_test_framework(file: str) -> None:
-    assert not any(name.startswith(("unittest", "pytest")) for name in _imported_names(TREES[file]))
+def test_the_library_needs_no_test_framework() -> None:
+    for file in FILES:
+        assert not any(name.startswith(("unittest", "pytest")) for name in _imported_names(_tree(file))), file
 
 
-@every_file
-def test_no_file_is_without_words_on_what_it_is_for(file: str) -> None:
-    assert ast.get_docstring(TREES[file])
+def test_no_file_is_without_words_on_what_it_is_for() -> None:
+    assert [file for file in FILES if not ast.get_docstring(_tree(file))] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found = [node.name for file in FILES for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef)]
+    assert {name for name in found if found.count(name) > 1} == set()
+
+
+def test_only_one_file_makes_threads() -> None:
+    ways = (["threading", "Thread"], ["threading", "Timer"], ["futures", "ThreadPoolExecutor"])
+    made = [(file, node.func) for file in FILES for node in ast.walk(_tree(file)) if isinstance(node, ast.Call)]
+    # A rank of the test pool has one that must outlive `shutdown`: it ends the rank when the tests have ended.
+    assert [file for file, call in made if _dotted(call) in ways] == ["testing/_rank.py"]
+    bases = [(file, node.bases) for file in FILES for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef)]
+    assert [file for file, of in bases if any(_dotted(base) in ways for base in of)] == ["threads.py"]

@@ -163,7 +163,7 @@ def _mpi(place: Place) -> Turn:
 def _shm_missing() -> str | None:
     try:
         import paceline  # noqa: F401  (registers the backend)
-        from paceline.transport import kernel
+        from paceline.transport.shm import kernel
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
     if "shm" not in dist.Backend.backend_list:

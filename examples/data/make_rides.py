@@ -1,4 +1,4 @@
-"""Write `rides.txt`, the text that the example learns: short accounts of bicycle rides, one a paragraph.
+"""Write `rides.txt`, the text that the example learns: short accounts of bicycle rides, one in each paragraph.
 
     python examples/data/make_rides.py          # writes rides.txt beside this file, always the same bytes
 

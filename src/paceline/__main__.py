@@ -1,6 +1,6 @@
 """``python -m paceline`` is the ``paceline`` command."""
 
-from paceline.cli import main
+from paceline.run.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -64,7 +64,7 @@ class ParameterMismatchError(DisagreementError):
 
 
 class ReplicaMismatchError(DisagreementError):
-    """What ranks hold of the model, its buffers or the optimizer's state is not the same any more."""
+    """The ranks' copies of the parameters, the buffers or the optimizer's state are no longer the same."""
 
 
 class ContractError(DisagreementError):

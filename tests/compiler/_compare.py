@@ -62,7 +62,7 @@ class Watch:
         self._inside = False
         self._count = self._sent = self._unknown = 0
         report, brings_more, finish = reducer.gradients_early, reducer.brings_more, reducer._finish
-        is_one, start = reducer._stand_ins.is_one, reducer.courier.start
+        is_one, start = reducer._stand_ins.is_one, reducer.exchange.start
 
         def gradients_early(pairs):
             self._inside = True
@@ -86,16 +86,18 @@ class Watch:
             self._sent += 1
             return start(*args, **kwargs)
 
-        def _finish(backward):
+        def counted_end(backward):
             finish(backward)
+            if not backward.syncing:
+                return
             self.seen.early.append(self._count)
             self.seen.rounds.append(self._sent)
             self.seen.unknown.append(self._unknown)
             self._count = self._sent = self._unknown = 0
 
         reducer._stand_ins.is_one = checked
-        reducer.gradients_early, reducer.brings_more, reducer._finish = gradients_early, counted_more, _finish
-        reducer.courier.start = counted
+        reducer.gradients_early, reducer.brings_more, reducer._finish = gradients_early, counted_more, counted_end
+        reducer.exchange.start = counted
 
     def result(self) -> Seen:
         self.seen.graphs = counters["stats"]["unique_graphs"]

@@ -63,15 +63,26 @@ def _in_turns(rank, size, salt):
     return first, compile_and_count(rank, salt, 64)
 
 
-@pytest.mark.timeout(600)
-def test_caches_hit_on_the_next_run_whatever_rank_bucket_size_and_world_size(ranks):
-    salt = new_salt()
+def _compiled_by_ranks(ranks, salt):
+    """What a rank finds in the caches when it compiles once more what ranks have compiled."""
     (first, again), (other_rank, _) = ranks(_in_turns, salt, timeout=400)
     # A graph each for forward and backward.
     assert first == {"aot": [0, 1, 0], "fx": [0, 2, 0]}
     assert again["aot"] == other_rank["aot"] == [1, 0, 0]
     assert again["fx"][1:] == other_rank["fx"][1:] == [0, 0]
-    # A new process, alone.
+    return again
+
+
+@pytest.mark.timeout(600)
+def test_caches_hit_on_other_ranks_and_for_other_bucket_sizes(ranks):
+    _compiled_by_ranks(ranks, new_salt())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_caches_hit_on_the_next_run_with_another_world_size(ranks):
+    salt = new_salt()
+    again = _compiled_by_ranks(ranks, salt)
     done = subprocess.run(
         [sys.executable, "-m", "tests.compiler.test_caches", str(salt)],
         cwd=Path(__file__).parents[2],

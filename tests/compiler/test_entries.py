@@ -13,11 +13,16 @@ from torch._dynamo.utils import counters
 
 import paceline
 from paceline import DDP
-from paceline.compiler import Backend, ops
+from paceline.compiler import Backend
+from paceline.compiler.taps import ops
 from tests.compiler._compare import Watch, batch, compare, in_sync, plain_step, same_grads, stack
+from tests.on_ranks import on_ranks
 
 
-def _inside(rank, size, how, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "later"])
+@on_ranks()
+def test_a_module_that_is_compiled_inside_of_its_wrapper(rank, size, how, backend):
     """The module is compiled by itself, and wrapped then (or before)."""
 
     def compiled():
@@ -40,28 +45,21 @@ def _inside(rank, size, how, backend):
             model.zero_grad()
             plain_step(model, rank, n)
         same_grads(eager, ours, f"step {n}")
-    return watch.result()
+    seen = watch.result()
+    assert seen.graphs == 1
+    assert seen.rounds == [seen.rounds[0], seen.buckets, seen.buckets]
+    assert seen.early == [n - 1 for n in seen.rounds]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "later"])
-def test_a_module_that_is_compiled_inside_of_its_wrapper(ranks, how, backend):
-    for seen in ranks(_inside, how, backend):
-        assert seen.graphs == 1
-        assert seen.rounds == [seen.rounds[0], seen.buckets, seen.buckets]
-        assert seen.early == [n - 1 for n in seen.rounds]
-
-
-def _wrapper_compile(rank, size):
+@on_ranks()
+def test_the_compile_method_of_the_wrapper(rank, size):
     def compile_(ddp):
         ddp.compile(backend="aot_eager", fullgraph=True)
         return ddp
 
-    return compare(rank, stack, compile=compile_)
-
-
-def test_the_compile_method_of_the_wrapper(ranks):
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_wrapper_compile))
+    seen = compare(rank, stack, compile=compile_)
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
 def _training_step(rank, size, inner, fullgraph):
@@ -99,7 +97,8 @@ def test_a_compiled_loss_that_calls_the_module_inside(ranks):
         assert seen.graphs == 1
 
 
-def _whole_step(rank, size):
+@on_ranks()
+def test_a_compiled_training_step(rank, size):
     """Forward, backward and the optimizer in one compiled function."""
     torch._dynamo.reset()
     eager, ours = DDP(stack()), DDP(stack())
@@ -121,10 +120,6 @@ def _whole_step(rank, size):
     in_sync(ours)
 
 
-def test_a_compiled_training_step(ranks):
-    ranks(_whole_step)
-
-
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,33 +131,32 @@ class Broken(nn.Module):
         return self.second(x)
 
 
-def _breaks(rank, size, how):
+@pytest.mark.parametrize("how", ["around", "paceline.compile"])
+@on_ranks()
+def test_graph_breaks_are_counted_across(rank, size, how):
     compile_ = {
         "around": functools.partial(torch.compile, backend="aot_eager"),
         "paceline.compile": functools.partial(paceline.compile, inner="aot_eager"),
     }[how]
-    return compare(rank, Broken, compile=compile_, steps=4)
+    seen = compare(rank, Broken, compile=compile_, steps=4)
+    assert seen.rounds[-1] == seen.buckets
+    if how == "paceline.compile":
+        assert seen.taps == 4
+        assert seen.early[-1] == seen.buckets - 1
 
 
-@pytest.mark.parametrize("how", ["around", "paceline.compile"])
-def test_graph_breaks_are_counted_across(ranks, how):
-    for seen in ranks(_breaks, how):
-        assert seen.rounds[-1] == seen.buckets
-        if how == "paceline.compile":
-            assert seen.taps == 4
-            assert seen.early[-1] == seen.buckets - 1
-
-
-def _named(rank, size):
+@on_ranks()
+def test_the_backend_by_name(rank, size):
     assert "paceline" in torch._dynamo.list_backends()
-    return compare(rank, stack, compile=functools.partial(torch.compile, backend="paceline"))
+    seen = compare(rank, stack, compile=functools.partial(torch.compile, backend="paceline"))
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
-def test_the_backend_by_name(ranks):
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_named))
-
-
-def _order(rank, size, backend):
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["inductor", "paceline"])
+@on_ranks()
+def test_inductor_keeps_the_order_of_the_graph(rank, size, backend):
     """What inductor is told when it compiles a graph with taps."""
     from torch._inductor import compile_fx as inductor  # warns of a deprecated part of torch, which ranks let through
 
@@ -177,16 +171,12 @@ def _order(rank, size, backend):
 
     with mock.patch.object(inductor, "compile_fx", spy):
         plain_step(torch.compile(DDP(stack(), bucket_cap_mb=600 / 2**20), backend=backend), rank, 0)
-    return told
+    assert told == [{"reorder_for_peak_memory": False}]
 
 
-@pytest.mark.parametrize("backend", ["inductor", "paceline"])
-def test_inductor_keeps_the_order_of_the_graph(ranks, backend):
-    for told in ranks(_order, backend):
-        assert told == [{"reorder_for_peak_memory": False}]
-
-
-def _named_with_options(rank, size):
+@pytest.mark.full
+@on_ranks()
+def test_the_backend_by_name_takes_modes_and_options(rank, size):
     compile_ = functools.partial(torch.compile, backend="paceline")
     found = [compare(rank, stack, compile=functools.partial(compile_, options={"inner": "aot_eager"}))]
     given = []
@@ -201,12 +191,7 @@ def _named_with_options(rank, size):
     assert taps > 0
     found.append(compare(rank, stack, compile=functools.partial(compile_, mode="reduce-overhead")))
     found.append(compare(rank, stack, compile=functools.partial(compile_, options={"max_fusion_size": 8})))
-    return found
-
-
-def test_the_backend_by_name_takes_modes_and_options(ranks):
-    for found in ranks(_named_with_options):
-        assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in found)
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in found)
 
 
 class Blocks(nn.Module):
@@ -223,7 +208,8 @@ class Blocks(nn.Module):
         return x
 
 
-def _blocks(rank, size):
+@on_ranks()
+def test_blocks_that_are_compiled_one_by_one_share_a_graph_and_report_their_own(rank, size):
     torch._dynamo.reset()
     counters.clear()
     runs = []
@@ -246,19 +232,16 @@ def _blocks(rank, size):
             plain_step(ddp, rank, n)
             assert len(runs) == (10 if ddp is ours else 0)
         same_grads(ours, plain)
-    return watch.result()
+    seen = watch.result()
+    # One for the first, whose input needs no gradient, and one for all others.
+    assert (seen.graphs, seen.taps) == (2, 2)
+    # All but the last, which leaves when backward has ended.
+    assert seen.early == [seen.buckets - 1] * 3
+    assert seen.buckets > 5
 
 
-def test_blocks_that_are_compiled_one_by_one_share_a_graph_and_report_their_own(ranks):
-    for seen in ranks(_blocks):
-        # One for the first, whose input needs no gradient, and one for all others.
-        assert (seen.graphs, seen.taps) == (2, 2)
-        # All but the last, which leaves when backward has ended.
-        assert seen.early == [seen.buckets - 1] * 3
-        assert seen.buckets > 5
-
-
-def _own_backend(rank, size):
+@on_ranks()
+def test_a_backend_of_the_users_own(rank, size):
     calls = []
 
     def mine(gm, example_inputs):
@@ -267,26 +250,20 @@ def _own_backend(rank, size):
 
     seen = compare(rank, stack, compile=functools.partial(torch.compile, backend=mine, fullgraph=True))
     assert len(calls) == 1
-    return seen
+    assert min(seen.early) > 0
 
 
-def test_a_backend_of_the_users_own(ranks):
-    assert all(min(seen.early) > 0 for seen in ranks(_own_backend))
-
-
-def _options(rank, size):
+@on_ranks()
+def test_modes_and_options(rank, size):
     compile_ = functools.partial(torch.compile, fullgraph=True, options={"max_fusion_size": 8})
     first = compare(rank, stack, compile=compile_)
     second = compare(rank, stack, compile=functools.partial(paceline.compile, mode="default", fullgraph=True))
-    return first, second
+    pair = first, second
+    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in pair)
 
 
-def test_modes_and_options(ranks):
-    for pair in ranks(_options):
-        assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in pair)
-
-
-def _sparse(rank, size):
+@on_ranks()
+def test_sparse_gradients_fall_back_with_a_reason(rank, size):
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -298,13 +275,9 @@ def _sparse(rank, size):
             return self.last(self.embed((x.abs() * 3).long().clamp(max=9)))
 
     compare(rank, Words, compile=functools.partial(torch.compile, backend="aot_eager"))
-    return paceline.explain(DDP(Words(), bucket_cap_mb=600 / 2**20), batch(rank))
-
-
-def test_sparse_gradients_fall_back_with_a_reason(ranks):
-    for found in ranks(_sparse):
-        assert found.untapped["embed.weight"] == "its gradient is sparse"
-        assert "reported by no graph, as its gradient is sparse: embed.weight" in str(found)
+    found = paceline.explain(DDP(Words(), bucket_cap_mb=600 / 2**20), batch(rank))
+    assert found.untapped["embed.weight"] == "its gradient is sparse"
+    assert "reported by no graph, as its gradient is sparse: embed.weight" in str(found)
 
 
 class Clamped(nn.Module):
@@ -322,21 +295,19 @@ class Clamped(nn.Module):
         return self.layers(x)
 
 
-def _clamped(rank, size, backend):
-    seen = compare(rank, Clamped, compile=functools.partial(torch.compile, backend=backend, fullgraph=True))
-    return seen, paceline.explain(DDP(Clamped(), bucket_cap_mb=600 / 2**20), batch(rank)).untapped
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_parameters_that_forward_changes_in_place_are_not_tapped(ranks, backend):
-    for seen, untapped in ranks(_clamped, backend):
-        # With eager it may be one of these, which autograd brings in between, that completes a bucket.
-        assert max(seen.early) > 0
-        names = [f"layers.{n}.weight" for n in (0, 2, 4)]
-        assert {name: untapped.get(name) for name in names} == dict.fromkeys(names, "forward changes it in place")
+@on_ranks()
+def test_parameters_that_forward_changes_in_place_are_not_tapped(rank, size, backend):
+    seen = compare(rank, Clamped, compile=functools.partial(torch.compile, backend=backend, fullgraph=True))
+    seen, untapped = seen, paceline.explain(DDP(Clamped(), bucket_cap_mb=600 / 2**20), batch(rank)).untapped
+    # With eager it may be one of these, which autograd brings in between, that completes a bucket.
+    assert max(seen.early) > 0
+    names = [f"layers.{n}.weight" for n in (0, 2, 4)]
+    assert {name: untapped.get(name) for name in names} == dict.fromkeys(names, "forward changes it in place")
 
 
-def _moved(rank, size):
+@on_ranks()
+def test_no_configuration_is_changed(rank, size):
     """Nothing of torch's own configuration is changed by any of this."""
     torch._dynamo.reset()
     before = torch._dynamo.config.save_config(), torch._inductor.config.save_config()
@@ -344,7 +315,3 @@ def _moved(rank, size):
     plain_step(torch.compile(ddp, backend="aot_eager"), rank, 0)
     assert (torch._dynamo.config.save_config(), torch._inductor.config.save_config()) == before
     dist.barrier()
-
-
-def test_no_configuration_is_changed(ranks):
-    ranks(_moved)

@@ -10,9 +10,10 @@ from torch import nn
 
 import paceline
 from paceline import DDP
-from paceline.compiler import tap
+from paceline.compiler.taps import tap
 from tests.compiler._compare import batch, plain_step, stack
 from tests.compiler.test_entries import Broken
+from tests.on_ranks import on_ranks
 
 
 def _explained(rank, size, make):
@@ -42,17 +43,14 @@ def test_a_whole_graph(ranks):
         assert "starts before backward ends" in str(found)
 
 
-def _wide(rank, size):
+@on_ranks()
+def test_a_bias_is_reported_with_its_weight(rank, size):
     """Layers whose weights are large, and whose biases are nothing beside them."""
     ddp = DDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
     reducer = tap.owner_of(ddp.module[0].weight)
     groups = tap.group(reducer, ddp.parameters())
-    return [[reducer.slots.of(param).name for param in members] for members in groups]
-
-
-def test_a_bias_is_reported_with_its_weight(ranks):
-    for taps in ranks(_wide):
-        assert taps == [[f"{n}.bias", f"{n}.weight"] for n in (3, 2, 1, 0)]
+    taps = [[reducer.slots.of(param).name for param in members] for members in groups]
+    assert taps == [[f"{n}.bias", f"{n}.weight"] for n in (3, 2, 1, 0)]
 
 
 def test_breaks_and_their_reasons(ranks):
@@ -62,7 +60,8 @@ def test_breaks_and_their_reasons(ranks):
         assert any("graph_break" in reason for reason in found.breaks)
 
 
-def _logged(rank, size):
+@on_ranks()
+def test_the_plan_and_the_placement_are_logged_once(rank, size):
     """The plan and the placement, in one table, once."""
     torch._dynamo.reset()
     told: list[str] = []
@@ -81,23 +80,16 @@ def _logged(rank, size):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-    return told, len(ddp.plan.buckets)
+    told, n_buckets = told, len(ddp.plan.buckets)
+    (table,) = told
+    lines = table.splitlines()
+    assert lines[1].split() == ["bucket", "MB", "params", "starts", "at"]
+    assert len(lines) == 3 + n_buckets
+    assert "of backward" in lines[2]
+    assert lines[-2].endswith("the end of backward")
 
 
-def test_the_plan_and_the_placement_are_logged_once(ranks):
-    for told, n_buckets in ranks(_logged):
-        (table,) = told
-        lines = table.splitlines()
-        assert lines[1].split() == ["bucket", "MB", "params", "starts", "at"]
-        assert len(lines) == 3 + n_buckets
-        assert "of backward" in lines[2]
-        assert lines[-2].endswith("the end of backward")
-
-
-def _not_a_wrapper(rank, size):
+@on_ranks()
+def test_something_else_is_refused(rank, size):
     with pytest.raises(paceline.errors.BadTypeError, match="not a Linear"):
         paceline.explain(nn.Linear(2, 2), torch.ones(1, 2))
-
-
-def test_something_else_is_refused(ranks):
-    ranks(_not_a_wrapper)

@@ -10,9 +10,11 @@ from torch import nn
 
 from paceline import DDP, errors
 from tests.compiler._compare import batch, compare, plain_step, same_grads, stack
+from tests.on_ranks import on_ranks
 
 
-def _backend_fails(rank, size):
+@on_ranks()
+def test_a_backend_that_fails_on_one_rank_is_an_error_on_all(rank, size):
     torch._dynamo.reset()
 
     def backend(gm, example_inputs):
@@ -28,10 +30,6 @@ def _backend_fails(rank, size):
     else:
         with pytest.raises(errors.PeerFailedError, match=r"(?s)rank 1.*no such instruction"):
             plain_step(compiled, rank, 0)
-
-
-def test_a_backend_that_fails_on_one_rank_is_an_error_on_all(ranks):
-    ranks(_backend_fails)
 
 
 class Puzzling(nn.Module):
@@ -65,7 +63,8 @@ def test_an_error_of_dynamo_on_one_rank_is_an_error_on_all(ranks):
     ranks(_dynamo_fails)
 
 
-def _handling(rank, size):
+@on_ranks()
+def test_compiling_while_an_error_is_handled_is_no_failure(rank, size):
     """Compiled while the program handles an error of its own: nothing has failed."""
     torch._dynamo.reset()
     ddp = DDP(stack())
@@ -78,11 +77,8 @@ def _handling(rank, size):
     assert not ddp.logbook.last_error
 
 
-def test_compiling_while_an_error_is_handled_is_no_failure(ranks):
-    ranks(_handling)
-
-
-def _interrupted_forward(rank, size):
+@on_ranks()
+def test_an_interrupted_forward_leaves_nothing_behind(rank, size):
     torch._dynamo.reset()
     interrupts = [True]
 
@@ -98,17 +94,15 @@ def _interrupted_forward(rank, size):
     compiled = torch.compile(ddp, backend=backend)
     with pytest.raises(KeyboardInterrupt):
         compiled(batch(rank))
-    assert DDP._active_ddp_module is None
-    assert not ddp._outer
+    assert DDP._get_active_ddp_module() is None
+    assert not ddp._forward._outer
     # Nobody was told that this rank has failed.
     plain_step(compiled, rank, 1)
 
 
-def test_an_interrupted_forward_leaves_nothing_behind(ranks):
-    ranks(_interrupted_forward)
-
-
-def _falls_back(rank, size, backend):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks()
+def test_a_graph_break_on_one_rank_is_no_error(rank, size, backend):
     """Without fullgraph it is no error: rank 1 has two graphs, and all the same gradients."""
     seen = compare(
         rank,
@@ -116,44 +110,35 @@ def _falls_back(rank, size, backend):
         compile=functools.partial(torch.compile, backend=backend),
     )
     # The end of forward is in another graph than its beginning, and must not be dropped from it.
-    assert DDP._active_ddp_module is None
-    return seen
+    assert DDP._get_active_ddp_module() is None
+    assert seen.rounds[-1] == seen.buckets
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_graph_break_on_one_rank_is_no_error(ranks, backend):
-    assert all(seen.rounds[-1] == seen.buckets for seen in ranks(_falls_back, backend))
-
-
-def _reset(rank, size):
+@on_ranks()
+def test_dynamo_reset_between_steps(rank, size):
     def step(model, rank, n):
         torch._dynamo.reset()
         plain_step(model, rank, n)
 
-    return compare(rank, stack, compile=functools.partial(torch.compile, backend="aot_eager"), step=step)
+    seen = compare(rank, stack, compile=functools.partial(torch.compile, backend="aot_eager"), step=step)
+    assert min(seen.early) > 0
 
 
-def test_dynamo_reset_between_steps(ranks):
-    assert all(min(seen.early) > 0 for seen in ranks(_reset))
-
-
-def _limit(rank, size):
+@on_ranks()
+def test_recompiles_past_the_limit_run_eagerly(rank, size):
     def step(model, rank, n):
         with torch._dynamo.config.patch(recompile_limit=2):
             model(batch(rank, n, 3 + n, 8)).square().sum().backward()
 
     compile_ = functools.partial(torch.compile, backend="aot_eager", dynamic=False)
-    return compare(rank, stack, compile=compile_, step=step, steps=5)
+    seen = compare(rank, stack, compile=compile_, step=step, steps=5)
+    assert seen.graphs >= 2
+    assert seen.early[1] > 0
+    assert seen.rounds[-1] == seen.buckets
 
 
-def test_recompiles_past_the_limit_run_eagerly(ranks):
-    for seen in ranks(_limit):
-        assert seen.graphs >= 2
-        assert seen.early[1] > 0
-        assert seen.rounds[-1] == seen.buckets
-
-
-def _replaced(rank, size):
+@on_ranks()
+def test_a_parameter_that_is_replaced(rank, size):
     def step(model, rank, n):
         inner = getattr(model, "_orig_mod", model).module
         if n == 2:
@@ -162,17 +147,13 @@ def _replaced(rank, size):
 
     compile_ = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     seen = compare(rank, stack, compile=compile_, step=step, steps=5)
-    return seen
+    # The old graph reports the others. Then it is compiled anew, as it may have a place for more.
+    assert seen.graphs == 2
+    assert min(seen.early[2:]) > 0
 
 
-def test_a_parameter_that_is_replaced(ranks):
-    for seen in ranks(_replaced):
-        # The old graph reports the others. Then it is compiled anew, as it may have a place for more.
-        assert seen.graphs == 2
-        assert min(seen.early[2:]) > 0
-
-
-def _raises(rank, size):
+@on_ranks()
+def test_a_backward_that_raises_before_the_graph_is_forgotten(rank, size):
     torch._dynamo.reset()
     ddp = DDP(stack())
     compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
@@ -196,11 +177,8 @@ def _raises(rank, size):
     same_grads(eager, ddp)
 
 
-def test_a_backward_that_raises_before_the_graph_is_forgotten(ranks):
-    ranks(_raises)
-
-
-def _backend_fails_everywhere(rank, size):
+@on_ranks()
+def test_a_backend_that_fails_on_all_ranks_leaves_a_wrapper_that_works(rank, size):
     torch._dynamo.reset()
 
     def backend(gm, example_inputs):
@@ -217,11 +195,8 @@ def _backend_fails_everywhere(rank, size):
         same_grads(eager, ours)
 
 
-def test_a_backend_that_fails_on_all_ranks_leaves_a_wrapper_that_works(ranks):
-    ranks(_backend_fails_everywhere)
-
-
-def _interrupted(rank, size):
+@on_ranks()
+def test_an_interrupted_backward_in_no_sync_keeps_what_was_accumulated(rank, size):
     """A backward without synchronisation that fails loses nothing of those before it."""
     torch._dynamo.reset()
     ddp = DDP(stack(), bucket_cap_mb=600 / 2**20)
@@ -239,7 +214,3 @@ def _interrupted(rank, size):
             (compiled(x) * 0).sum().backward()
     for param, grad in zip(ddp.parameters(), before, strict=True):
         assert torch.equal(param.grad, grad)
-
-
-def test_an_interrupted_backward_in_no_sync_keeps_what_was_accumulated(ranks):
-    ranks(_interrupted)

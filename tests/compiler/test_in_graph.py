@@ -13,9 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from paceline import DDP, MixedPrecision
-from paceline.compiler import tap
+from paceline.compiler.taps import tap
 from paceline.hooks import allreduce, fp16_compress
 from tests.compiler._compare import RTOL, batch, compare, plain_step, stack
+from tests.on_ranks import on_ranks
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
@@ -24,27 +25,25 @@ def whole(backend, **options):
     return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
 
 
-def _plain(rank, size, backend, cap_bytes):
-    return compare(rank, stack, compile=whole(backend), steps=4, bucket_cap_mb=cap_bytes / 2**20)
-
-
 @pytest.mark.parametrize("cap_bytes", [64, 600, 1200, 2**20])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_graph_and_the_same_gradients_for_any_bucket_size(ranks, backend, cap_bytes):
-    for seen in ranks(_plain, backend, cap_bytes):
-        assert seen.graphs == 1
-        # With one bucket there is nothing to report early.
-        assert seen.taps == (0 if seen.buckets == 1 else 4)
-        # All but the last, which carries the status and leaves when backward is over.
-        assert seen.early == [n - 1 for n in seen.rounds]
-        assert seen.rounds[-1] == seen.buckets
-        assert (seen.buckets == 1) == (cap_bytes == 2**20)
-        # What the graph goes on with is known again, and costs nothing.
-        assert seen.more == 0
+@on_ranks()
+def test_one_graph_and_the_same_gradients_for_any_bucket_size(rank, size, backend, cap_bytes):
+    seen = compare(rank, stack, compile=whole(backend), steps=4, bucket_cap_mb=cap_bytes / 2**20)
+    assert seen.graphs == 1
+    # With one bucket there is nothing to report early.
+    assert seen.taps == (0 if seen.buckets == 1 else 4)
+    # All but the last, which carries the status and leaves when backward is over.
+    assert seen.early == [n - 1 for n in seen.rounds]
+    assert seen.rounds[-1] == seen.buckets
+    assert (seen.buckets == 1) == (cap_bytes == 2**20)
+    # What the graph goes on with is known again, and costs nothing.
+    assert seen.more == 0
 
 
-def _kinds_of_graphs(rank, size):
-    """Of the module that a backend gets, of our wrapper and of a plain module: the classes it is of."""
+@on_ranks()
+def test_backends_get_graphs_of_the_kind_that_dynamo_makes(rank, size):
+    # Such a graph writes its code when it runs, which saves it after each pass of a compiler.
     kinds = []
 
     def backend(gm, example_inputs):
@@ -54,20 +53,8 @@ def _kinds_of_graphs(rank, size):
     for model in (DDP(stack(), bucket_cap_mb=600 / 2**20), stack()):
         torch._dynamo.reset()
         torch.compile(model, backend=backend)(batch(rank))
-    return kinds
-
-
-def test_backends_get_graphs_of_the_kind_that_dynamo_makes(ranks):
-    """Those write their code when they run, which saves it after each pass of a compiler."""
-    for ours, plain in ranks(_kinds_of_graphs):
-        assert ours == plain
-
-
-def _groups(rank, size):
-    layers = [nn.Linear(2, 128), nn.LayerNorm(128), nn.Linear(128, 128), nn.Linear(128, 128, bias=False)]
-    ddp = DDP(nn.Sequential(*layers, nn.LayerNorm(128)), bucket_cap_mb=0.001)
-    reducer = ddp._reducer
-    return [[reducer.slots.of(param).name for param in members] for members in tap.group(reducer, ddp.parameters())]
+    ours, plain = kinds
+    assert ours == plain
 
 
 def _taps_of_equal_layers(rank, size):
@@ -86,16 +73,22 @@ def test_a_tap_is_a_part_of_the_whole_and_has_a_limit(ranks):
         assert numbers == [32, 64]
 
 
-def test_small_parameters_are_reported_with_the_large_one_behind_them(ranks):
-    for groups in ranks(_groups):
-        assert groups == [
-            ["4.bias", "4.weight", "3.weight"],
-            ["2.bias", "2.weight"],
-            ["1.bias", "1.weight", "0.bias", "0.weight"],
-        ]
+@on_ranks()
+def test_small_parameters_are_reported_with_the_large_one_behind_them(rank, size):
+    layers = [nn.Linear(2, 128), nn.LayerNorm(128), nn.Linear(128, 128), nn.Linear(128, 128, bias=False)]
+    ddp = DDP(nn.Sequential(*layers, nn.LayerNorm(128)), bucket_cap_mb=0.001)
+    reducer = ddp._reducer
+    groups = [[reducer.slots.of(param).name for param in members] for members in tap.group(reducer, ddp.parameters())]
+    assert groups == [
+        ["4.bias", "4.weight", "3.weight"],
+        ["2.bias", "2.weight"],
+        ["1.bias", "1.weight", "0.bias", "0.weight"],
+    ]
 
 
-def _accumulate(rank, size, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks()
+def test_no_sync_and_accumulation_do_not_compile_again(rank, size, backend):
     def step(model, rank, n):
         ddp = model if isinstance(model, DDP) else model._orig_mod
         with ddp.no_sync():
@@ -103,32 +96,24 @@ def _accumulate(rank, size, backend):
             plain_step(model, rank, 3 * n + 1)
         plain_step(model, rank, 3 * n + 2)
 
-    return compare(rank, stack, compile=whole(backend), step=step)
+    seen = compare(rank, stack, compile=whole(backend), step=step)
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
+    assert seen.rounds[-1] == seen.buckets
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_no_sync_and_accumulation_do_not_compile_again(ranks, backend):
-    for seen in ranks(_accumulate, backend):
-        assert seen.graphs == 1
-        assert min(seen.early) > 0
-        assert seen.rounds[-1] == seen.buckets
-
-
-def _accumulate_without_no_sync(rank, size):
-    return compare(rank, stack, compile=whole("aot_eager"), zero=False)
-
-
-def test_gradients_that_are_not_zeroed_add_up(ranks):
-    assert all(min(seen.early) > 0 for seen in ranks(_accumulate_without_no_sync))
-
-
-def _hook(rank, size, hook):
-    return compare(rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp.register_comm_hook(None, hook))
+@on_ranks()
+def test_gradients_that_are_not_zeroed_add_up(rank, size):
+    seen = compare(rank, stack, compile=whole("aot_eager"), zero=False)
+    assert min(seen.early) > 0
 
 
 @pytest.mark.parametrize("hook", [allreduce, fp16_compress], ids=["allreduce", "fp16"])
-def test_comm_hooks_get_the_buckets(ranks, hook):
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_hook, hook))
+@on_ranks()
+def test_comm_hooks_get_the_buckets(rank, size, hook):
+    seen = compare(rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp.register_comm_hook(None, hook))
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
 class Normed(nn.Module):
@@ -142,7 +127,9 @@ class Normed(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-def _buffers(rank, size, backend):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks()
+def test_buffers_are_broadcast_before_the_graph_runs(rank, size, backend):
     seen = compare(rank, Normed, compile=whole(backend))
     torch._dynamo.reset()
     ddp = DDP(Normed())
@@ -153,12 +140,8 @@ def _buffers(rank, size, backend):
     with torch.no_grad():
         compiled(batch(rank))
     assert torch.equal(ddp.module.norm.running_mean, torch.ones(8).double())
-    return seen
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_buffers_are_broadcast_before_the_graph_runs(ranks, backend):
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_buffers, backend))
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
 class Unused(nn.Module):
@@ -177,29 +160,17 @@ class Unused(nn.Module):
         return self.last(x) + 0 * self.spare.weight.sum().detach()
 
 
-def _unused(rank, size, options, varying):
+@pytest.mark.parametrize("varying", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "find_unused"])
+@on_ranks()
+def test_unused_parameters(rank, size, options, varying):
     def step(model, rank, n):
         inner = getattr(model, "_orig_mod", model).module
         inner.use_spare = varying and n >= 1 and rank == n % 2
         plain_step(model, rank, n)
 
-    return compare(rank, Unused, compile=whole("aot_eager"), step=step, steps=4, **options)
-
-
-@pytest.mark.parametrize("varying", [False, True])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "find_unused"])
-def test_unused_parameters(ranks, options, varying):
-    for seen in ranks(_unused, options, varying):
-        assert seen.graphs == 1 + varying
-
-
-def _nothing_used(rank, size):
-    def step(model, rank, n):
-        inner = getattr(model, "_orig_mod", model).module
-        inner.use = not (rank == 1 and n == 1)
-        plain_step(model, rank, n)
-
-    return compare(rank, Sometimes, compile=whole("aot_eager"), step=step)
+    seen = compare(rank, Unused, compile=whole("aot_eager"), step=step, steps=4, **options)
+    assert seen.graphs == 1 + varying
 
 
 class Sometimes(nn.Module):
@@ -213,19 +184,24 @@ class Sometimes(nn.Module):
         return self.linear(x) if self.use else x * 2
 
 
-def test_a_rank_that_uses_no_parameter_takes_part(ranks):
-    ranks(_nothing_used)
+@on_ranks()
+def test_a_rank_that_uses_no_parameter_takes_part(rank, size):
+    def step(model, rank, n):
+        inner = getattr(model, "_orig_mod", model).module
+        inner.use = not (rank == 1 and n == 1)
+        plain_step(model, rank, n)
+
+    compare(rank, Sometimes, compile=whole("aot_eager"), step=step)
 
 
-def _static(rank, size):
-    return compare(rank, stack, compile=whole("aot_eager"), static_graph=True)
+@on_ranks()
+def test_static_graph(rank, size):
+    seen = compare(rank, stack, compile=whole("aot_eager"), static_graph=True)
+    assert min(seen.early) > 0
 
 
-def test_static_graph(ranks):
-    assert all(min(seen.early) > 0 for seen in ranks(_static))
-
-
-def _ignored(rank, size):
+@on_ranks()
+def test_ignored_parameters_have_no_tap(rank, size):
     def make():
         module = stack()
         DDP._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
@@ -234,27 +210,23 @@ def _ignored(rank, size):
     def step(model, rank, n):
         plain_step(model, 0, n)
 
-    return compare(rank, make, compile=whole("aot_eager"), step=step)
+    seen = compare(rank, make, compile=whole("aot_eager"), step=step)
+    assert seen.taps == 7
 
 
-def test_ignored_parameters_have_no_tap(ranks):
-    assert all(seen.taps == 7 for seen in ranks(_ignored))
-
-
-def _weighted(rank, size):
+@on_ranks()
+def test_weighted_averages(rank, size):
     def step(model, rank, n):
         ddp = getattr(model, "_orig_mod", model)
         with ddp.weighted(rank + 1 + n):
             plain_step(model, rank, n)
 
-    return compare(rank, stack, compile=whole("aot_eager"), step=step)
+    seen = compare(rank, stack, compile=whole("aot_eager"), step=step)
+    assert seen.graphs == 1
 
 
-def test_weighted_averages(ranks):
-    assert all(seen.graphs == 1 for seen in ranks(_weighted))
-
-
-def _join(rank, size):
+@on_ranks()
+def test_join(rank, size):
     def step(model, rank, n):
         ddp = getattr(model, "_orig_mod", model)
         with ddp.join():
@@ -263,23 +235,19 @@ def _join(rank, size):
                 plain_step(model, rank, 10 * n + k)
 
     # A rank that has run out has no gradients, and is given the others' weights when the next join ends.
-    return compare(rank, stack, compile=whole("aot_eager"), step=step, synced=False)
+    seen = compare(rank, stack, compile=whole("aot_eager"), step=step, synced=False)
+    assert seen.graphs == 1
 
 
-def test_join(ranks):
-    assert all(seen.graphs == 1 for seen in ranks(_join))
-
-
-def _freeze(rank, size):
+@on_ranks()
+def test_freezing_and_unfreezing(rank, size):
     def step(model, rank, n):
         getattr(model, "_orig_mod", model).module[2].requires_grad_(n != 1)
         plain_step(model, rank, n)
 
-    return compare(rank, stack, compile=whole("aot_eager"), step=step, steps=4)
-
-
-def test_freezing_and_unfreezing(ranks):
-    assert all(seen.graphs <= 3 and min(seen.early) > 0 for seen in ranks(_freeze))
+    seen = compare(rank, stack, compile=whole("aot_eager"), step=step, steps=4)
+    assert seen.graphs <= 3
+    assert min(seen.early) > 0
 
 
 class Tied(nn.Module):
@@ -294,73 +262,62 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embed((x.abs() * 3).long().clamp(max=7))))
 
 
-def _tied(rank, size, backend):
-    return compare(rank, Tied, compile=whole(backend))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks()
+def test_tied_weights_are_reported_once(rank, size, backend):
+    seen = compare(rank, Tied, compile=whole(backend))
+    assert seen.rounds[-1] == seen.buckets
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_tied_weights_are_reported_once(ranks, backend):
-    for seen in ranks(_tied, backend):
-        assert seen.rounds[-1] == seen.buckets
-
-
-def _several_forwards(rank, size, backend):
+@on_ranks()
+def test_several_forwards_before_a_backward(rank, size, backend):
     def step(model, rank, n):
         losses = [model(batch(rank, 5 * n + k)).square().sum() for k in range(3)]
         sum(losses).backward()
 
-    return compare(rank, stack, compile=whole(backend), step=step, steps=4)
+    seen = compare(rank, stack, compile=whole(backend), step=step, steps=4)
+    assert seen.graphs == 1
+    # The first time some are late; then it is known how often they come.
+    assert seen.rounds[-1] == seen.buckets
+    assert seen.early[-1] > 0
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_several_forwards_before_a_backward(ranks, backend):
-    for seen in ranks(_several_forwards, backend):
-        assert seen.graphs == 1
-        # The first time some are late; then it is known how often they come.
-        assert seen.rounds[-1] == seen.buckets
-        assert seen.early[-1] > 0
-
-
-def _two_backwards(rank, size):
+@on_ranks()
+def test_two_backwards_of_one_forward(rank, size):
     def step(model, rank, n):
         out = model(batch(rank, n))
         out.sum().backward(retain_graph=True)
         out.square().sum().backward()
 
-    return compare(rank, stack, compile=whole("aot_eager"), step=step)
+    seen = compare(rank, stack, compile=whole("aot_eager"), step=step)
+    assert seen.graphs == 1
 
 
-def test_two_backwards_of_one_forward(ranks):
-    assert all(seen.graphs == 1 for seen in ranks(_two_backwards))
-
-
-def _regularised(rank, size, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@on_ranks()
+def test_gradients_that_come_from_outside_of_the_graph_as_well(rank, size, backend):
+    # Two parameters in four steps.
     def step(model, rank, n):
         inner = getattr(model, "_orig_mod", model).module
         # Gradients that come from elsewhere, in the same backward.
         (model(batch(rank, n)).square().sum() + inner[0].weight.pow(3).sum() + inner[6].bias.sum()).backward()
 
-    return compare(rank, stack, compile=whole(backend), step=step, steps=4)
+    seen = compare(rank, stack, compile=whole(backend), step=step, steps=4)
+    assert seen.graphs == 1
+    assert seen.more == 8
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_gradients_that_come_from_outside_of_the_graph_as_well(ranks, backend):
-    # Two parameters in four steps.
-    assert all(seen.graphs == 1 and seen.more == 8 for seen in ranks(_regularised, backend))
-
-
-def _tensor_hooks(rank, size):
+@on_ranks()
+def test_tensor_hooks_of_the_user_see_the_gradient_first(rank, size):
     def prepare(ddp):
         ddp.module[2].weight.register_hook(lambda grad: grad * 3)
 
-    return compare(rank, stack, compile=whole("aot_eager"), prepare=prepare)
+    compare(rank, stack, compile=whole("aot_eager"), prepare=prepare)
 
 
-def test_tensor_hooks_of_the_user_see_the_gradient_first(ranks):
-    ranks(_tensor_hooks)
-
-
-def _accumulate_hooks(rank, size):
+@on_ranks()
+def test_hooks_of_the_user_on_accumulation_see_the_gradient_first(rank, size):
     """A hook that was there before the wrapper sees this rank's gradient, and may change it."""
     seen = []
 
@@ -376,22 +333,14 @@ def _accumulate_hooks(rank, size):
     torch.testing.assert_close(compiled, eager)
 
 
-def test_hooks_of_the_user_on_accumulation_see_the_gradient_first(ranks):
-    ranks(_accumulate_hooks)
-
-
-def _removed_hooks(rank, size):
+@on_ranks()
+def test_a_wrapper_whose_hooks_are_removed_takes_nothing(rank, size):
     """torch's way to say that gradients stay as they are."""
-    return compare(
-        rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp._remove_autograd_hooks(), synced=False
-    )
+    compare(rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp._remove_autograd_hooks(), synced=False)
 
 
-def test_a_wrapper_whose_hooks_are_removed_takes_nothing(ranks):
-    ranks(_removed_hooks)
-
-
-def _grad_only(rank, size):
+@on_ranks()
+def test_autograd_grad_stays_local(rank, size):
     torch._dynamo.reset()
     ddp = DDP(stack())
     compiled = whole("aot_eager")(ddp)
@@ -408,11 +357,8 @@ def _grad_only(rank, size):
     assert all(param.grad is not None for param in params)
 
 
-def test_autograd_grad_stays_local(ranks):
-    ranks(_grad_only)
-
-
-def _some_inputs(rank, size):
+@on_ranks()
+def test_backward_of_some_parameters_only(rank, size):
     def step(model, rank, n):
         inner = getattr(model, "_orig_mod", model).module
         model(batch(rank, n)).square().sum().backward(inputs=[inner[0].weight, inner[4].bias])
@@ -420,11 +366,8 @@ def _some_inputs(rank, size):
     compare(rank, stack, compile=whole("aot_eager"), step=step)
 
 
-def test_backward_of_some_parameters_only(ranks):
-    ranks(_some_inputs)
-
-
-def _create_graph(rank, size):
+@on_ranks(allow_warnings=(("Using backward\\(\\) with create_graph=True", UserWarning),))
+def test_create_graph_where_the_backend_can(rank, size):
     def step(model, rank, n):
         model(batch(rank, n)).square().sum().backward(create_graph=True)
         params = list(getattr(model, "_orig_mod", model).parameters())
@@ -435,10 +378,6 @@ def _create_graph(rank, size):
 
     # The second derivative is this rank's own.
     compare(rank, stack, compile=whole("eager"), step=step, steps=2, synced=False)
-
-
-def test_create_graph_where_the_backend_can(ranks):
-    ranks(_create_graph, allow_warnings=(("Using backward\\(\\) with create_graph=True", UserWarning),))
 
 
 class Checkpointed(nn.Module):
@@ -452,27 +391,23 @@ class Checkpointed(nn.Module):
         return self.wrapped(x)
 
 
-def _checkpointed(rank, size, backend):
-    return compare(rank, Checkpointed, compile=whole(backend))
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_activation_checkpointing_in_the_graph(ranks, backend):
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_checkpointed, backend))
-
-
-def _mixed(rank, size, backend):
-    config = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    # Computed in float32, which inductor rounds differently.
-    tolerance = 1e-5 if backend == "inductor" else RTOL
-    return compare(rank, stack, compile=whole(backend), mixed_precision=config, rtol=tolerance, atol=tolerance)
+@on_ranks()
+def test_activation_checkpointing_in_the_graph(rank, size, backend):
+    seen = compare(rank, Checkpointed, compile=whole(backend))
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_mixed_precision(ranks, backend):
-    for seen in ranks(_mixed, backend):
-        assert seen.graphs == 1
-        assert min(seen.early) > 0
+@on_ranks()
+def test_mixed_precision(rank, size, backend):
+    config = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    # Computed in float32, which inductor rounds differently.
+    tolerance = 1e-5 if backend == "inductor" else RTOL
+    seen = compare(rank, stack, compile=whole(backend), mixed_precision=config, rtol=tolerance, atol=tolerance)
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
 def _dynamic(rank, size, dynamic):
@@ -487,9 +422,10 @@ def test_dynamic_shapes(ranks, dynamic, graphs):
     assert all(seen.graphs == graphs and min(seen.early) > 0 for seen in ranks(_dynamic, dynamic))
 
 
-def _two_wrappers(rank, size):
+@on_ranks()
+def test_wrappers_that_look_alike_are_not_mixed_up(rank, size):
     """Alike to Dynamo, which looks at shapes only."""
-    first = compare(rank, stack, compile=whole("aot_eager"))
+    compare(rank, stack, compile=whole("aot_eager"))
     a, b = DDP(stack()), DDP(copy.deepcopy(stack()))
     both = [whole("aot_eager")(a), whole("aot_eager")(b)]
     for n in range(2):
@@ -500,8 +436,3 @@ def _two_wrappers(rank, size):
     plain_step(reference, rank, 2)
     for p, q in zip(b.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-    return first
-
-
-def test_wrappers_that_look_alike_are_not_mixed_up(ranks):
-    ranks(_two_wrappers)

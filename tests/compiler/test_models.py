@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline import DDP
 from tests.compiler._compare import Watch, batch, compare, in_sync, stack
+from tests.on_ranks import on_ranks
 
 TOLERANCE = 1e-5
 # transformers asks torch.jit what it would do.
@@ -54,7 +55,9 @@ def _bert(rank, size, backend, options, compile_=None):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static_graph"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"static_graph": True}, marks=pytest.mark.full)], ids=["", "static_graph"]
+)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_bert(ranks, backend, options):
     for seen in ranks(_bert, backend, options, allow_warnings=WARNINGS, timeout=560):
@@ -80,7 +83,8 @@ class Attentive(nn.Module):
         return self.outputs(mixed.transpose(1, 2).reshape(2, 16, 16))
 
 
-def _flex(rank, size):
+@on_ranks()
+def test_flex_attention_compiled_with_the_model_and_by_itself(rank, size):
     """Forward only: torch has no backward of it on the CPU."""
     torch._dynamo.reset()
     eager, in_part, ours = DDP(Attentive()), DDP(Attentive(compile_attention=True)), DDP(Attentive())
@@ -89,10 +93,6 @@ def _flex(rank, size):
         want = torch.compile(eager, backend="eager")(x)
         torch.testing.assert_close(in_part(x), want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(whole("aot_eager")(ours)(x), want, rtol=1e-4, atol=1e-4)
-
-
-def test_flex_attention_compiled_with_the_model_and_by_itself(ranks):
-    ranks(_flex)
 
 
 def _policy(context, op, *args, **kwargs):
@@ -111,12 +111,11 @@ class Selective(nn.Module):
         return checkpoint(self.second, x, use_reentrant=False)
 
 
-def _selective(rank, size):
-    return compare(rank, Selective, compile=whole("aot_eager"))
-
-
-def test_checkpointing_of_chosen_operators(ranks):
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_selective))
+@on_ranks()
+def test_checkpointing_of_chosen_operators(rank, size):
+    seen = compare(rank, Selective, compile=whole("aot_eager"))
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
 class Convolutional(nn.Module):
@@ -131,38 +130,33 @@ class Convolutional(nn.Module):
         return self.last(self.norm(self.first(x)).relu())
 
 
-def _convolutions(rank, size, backend, memory_format):
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["", "channels_last"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks()
+def test_convolutions(rank, size, backend, memory_format):
     def step(model, rank, n):
         x = batch(rank, n, 2, 3, 8, 8).to(memory_format=memory_format)
         model(x).square().sum().backward()
 
-    return compare(rank, functools.partial(Convolutional, memory_format), compile=whole(backend), step=step)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["", "channels_last"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_convolutions(ranks, backend, memory_format):
-    for seen in ranks(_convolutions, backend, memory_format):
-        assert seen.graphs == 1
-        assert seen.rounds[-1] == seen.buckets
-        # Inductor has layouts of its own for the gradients: what goes on has that of the parameter, and is not copied.
-        assert seen.unknown[-1] == 0
-
-
-def _half_a_megabyte(rank, size):
-    """Where torch's splitting fails: a small cap, and a compilation of something else afterwards."""
-    seen = compare(rank, functools.partial(stack, 3, 256), compile=whole("aot_eager"), step=_wide, bucket_cap_mb=0.5)
-    other = torch.compile(nn.Linear(2, 2), backend="aot_eager", fullgraph=True)
-    other(torch.ones(1, 2)).sum().backward()
-    return seen
+    seen = compare(rank, functools.partial(Convolutional, memory_format), compile=whole(backend), step=step)
+    assert seen.graphs == 1
+    assert seen.rounds[-1] == seen.buckets
+    # Inductor has layouts of its own for the gradients: what goes on has that of the parameter, and is not copied.
+    assert seen.unknown[-1] == 0
 
 
 def _wide(model, rank, n):
     model(batch(rank, n, 2, 256)).square().sum().backward()
 
 
-def test_a_cap_of_half_a_megabyte(ranks):
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in ranks(_half_a_megabyte))
+@on_ranks()
+def test_a_cap_of_half_a_megabyte(rank, size):
+    """Where torch's splitting fails: a small cap, and a compilation of something else afterwards."""
+    seen = compare(rank, functools.partial(stack, 3, 256), compile=whole("aot_eager"), step=_wide, bucket_cap_mb=0.5)
+    other = torch.compile(nn.Linear(2, 2), backend="aot_eager", fullgraph=True)
+    other(torch.ones(1, 2)).sum().backward()
+    assert seen.graphs == 1
+    assert min(seen.early) > 0
 
 
 class Residual(nn.Module):
@@ -179,7 +173,10 @@ class Residual(nn.Module):
         return x
 
 
-def _order(rank, size, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@on_ranks()
+def test_gradients_are_reported_where_they_are_computed(rank, size, backend):
+    """Inductor would compute the gradients of all weights at the end, to save memory, were it not asked not to."""
     torch._dynamo.reset()
     ddp = DDP(Residual(), bucket_cap_mb=0.05)
     reducer, blocks = ddp._reducer, []
@@ -191,11 +188,4 @@ def _order(rank, size, backend):
 
     reducer.gradients_early = noted
     whole(backend)(ddp)(batch(rank, 0, 32, 64).float()).square().sum().backward()
-    return blocks
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_gradients_are_reported_where_they_are_computed(ranks, backend):
-    """Inductor would compute the gradients of all weights at the end, to save memory, were it not asked not to."""
-    for blocks in ranks(_order, backend):
-        assert blocks == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert blocks == [3, 3, 2, 2, 1, 1, 0, 0]

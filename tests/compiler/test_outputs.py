@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from paceline import DDP
 from tests.compiler._compare import batch, compare, same_grads, stack
+from tests.on_ranks import on_ranks
 
 
 @dataclass
@@ -58,7 +59,10 @@ def _step(model, rank, n, kind):
     assert used is main or torch.equal(z.grad, 8 * z)
 
 
-def _stray(rank, size, backend, breaks):
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
+@on_ranks()
+def test_an_output_that_leads_to_no_parameter(rank, size, backend, breaks):
     found = []
     for kind in KINDS:
         seen = compare(
@@ -69,19 +73,13 @@ def _stray(rank, size, backend, breaks):
             steps=4,
         )
         found.append(seen)
-    return found
+    for seen in found:
+        assert len(seen.rounds) == 4
+        assert breaks or seen.graphs == 1
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_an_output_that_leads_to_no_parameter(ranks, backend, breaks):
-    for found in ranks(_stray, backend, breaks):
-        for seen in found:
-            assert len(seen.rounds) == 4
-            assert breaks or seen.graphs == 1
-
-
-def _not_its_own(rank, size):
+@on_ranks()
+def test_what_else_is_in_the_graph_is_none_of_its_outputs(rank, size):
     """A compiled step with something else in it, whose backward is none of the wrapper's business."""
     torch._dynamo.reset()
     counters.clear()
@@ -102,11 +100,8 @@ def _not_its_own(rank, size):
     same_grads(eager, ddp)
 
 
-def test_what_else_is_in_the_graph_is_none_of_its_outputs(ranks):
-    ranks(_not_its_own)
-
-
-def _unused_behind_a_break(rank, size):
+@on_ranks()
+def test_unused_parameters_are_looked_for_behind_a_graph_break(rank, size):
     told = []
 
     def listen(ddp):
@@ -126,13 +121,8 @@ def _unused_behind_a_break(rank, size):
         prepare=listen,
         find_unused_parameters=True,
     )
-    return told
-
-
-def test_unused_parameters_are_looked_for_behind_a_graph_break(ranks):
-    for told in ranks(_unused_behind_a_break):
-        # Three steps in eager mode and three compiled: all are used.
-        assert told == [frozenset()] * 6
+    # Three steps in eager mode and three compiled: all are used.
+    assert told == [frozenset()] * 6
 
 
 class Passing(nn.Module):
@@ -146,20 +136,17 @@ class Passing(nn.Module):
         return self.layers(x), z
 
 
-def _passing(rank, size):
+@on_ranks()
+def test_an_input_that_is_returned(rank, size):
     def step(model, rank, n):
         main, passed = model(batch(rank, n), batch(rank, n).requires_grad_())
         (passed if rank == 0 and n == 1 else main).square().sum().backward()
 
-    return compare(
+    seen = compare(
         rank,
         Passing,
         compile=functools.partial(torch.compile, backend="aot_eager", fullgraph=True),
         step=step,
     )
-
-
-def test_an_input_that_is_returned(ranks):
-    for seen in ranks(_passing):
-        assert seen.graphs == 1
-        assert len(seen.rounds) == 3
+    assert seen.graphs == 1
+    assert len(seen.rounds) == 3

@@ -21,6 +21,7 @@ from paceline.compiler import DDPOptimizer
 from paceline.errors import BadArgumentError
 from tests.compiler._split import MATRIX, WIDTH, Matrices, Recorder, cut_and_compare, rows
 from tests.compiler.test_models import Selective
+from tests.on_ranks import on_ranks
 
 
 def _layers(n: int = 4, width: int = WIDTH) -> list[nn.Module]:
@@ -169,7 +170,9 @@ def _as_torch_does(rank, size, names):
     return found
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("biased", "checkpoint") else pytest.mark.full) for name in PAIRS]
+)
 def test_as_many_parts_as_torch_makes(ranks, name):
     (found,) = ranks(_as_torch_does, [name], world_size=1)
     assert len(set(found)) > 1 or name == "contexts"
@@ -185,11 +188,13 @@ def _in_compilers(rank, size, backend):
     assert len(optimizer.buckets) == 2
 
 
+@pytest.mark.full
 def test_parts_in_aot_eager(ranks):
     ranks(_in_compilers, "aot_eager", world_size=1, timeout=300)
 
 
-def _contexts(rank, size):
+@on_ranks(world_size=1)
+def test_contexts_are_left_and_entered_again(rank, size):
     _, recorder = cut_and_compare(Contexts(), (rows(),), cap=1)
     # Left where a part ends, entered where the next begins.
     assert recorder.calls("_enter_autocast") == recorder.calls("_exit_autocast")
@@ -200,11 +205,8 @@ def _contexts(rank, size):
     assert torch.is_grad_enabled()
 
 
-def test_contexts_are_left_and_entered_again(ranks):
-    ranks(_contexts, world_size=1)
-
-
-def _buckets(rank, size):
+@on_ranks(world_size=1)
+def test_buckets_say_what_is_in_them_and_cuts_why_they_are_there(rank, size):
     model = stack_of()
     optimizer, _ = cut_and_compare(model, (rows(),), cap=2 * MATRIX, first_cap=1)
     # The order is that of forward. The front, without a parameter, would be empty, and is not there.
@@ -222,11 +224,8 @@ def _buckets(rank, size):
     ]
 
 
-def test_buckets_say_what_is_in_them_and_cuts_why_they_are_there(ranks):
-    ranks(_buckets, world_size=1)
-
-
-def _twice(rank, size):
+@on_ranks(world_size=1)
+def test_a_parameter_that_is_used_twice(rank, size):
     optimizer, _ = cut_and_compare(Twice(), (rows(),))
     assert [len(bucket.params) for bucket in optimizer.buckets] == [1, 1, 1, 1]
     optimizer, _ = cut_and_compare(Twice(), (rows(),), cap=2 * MATRIX)
@@ -234,10 +233,6 @@ def _twice(rank, size):
     # Other than in torch's, it has one gradient, and is counted once in each bucket.
     optimizer, _ = cut_and_compare(Twice(), (rows(),), cap=3 * MATRIX)
     assert [bucket.size for bucket in optimizer.buckets] == [3 * MATRIX]
-
-
-def test_a_parameter_that_is_used_twice(ranks):
-    ranks(_twice, world_size=1)
 
 
 class Fronted(Matrices):
@@ -248,33 +243,27 @@ class Fronted(Matrices):
         return torch.tanh(x @ self.a) @ self.b
 
 
-def _front(rank, size):
+@on_ranks(world_size=1)
+def test_a_front_without_parameters_joins_the_part_behind_it(rank, size):
     optimizer, recorder = cut_and_compare(Fronted(), (rows(),))
     assert [bucket.size for bucket in optimizer.buckets] == [MATRIX, MATRIX]
     assert recorder.calls("sin") == [1, 0]
 
 
-def test_a_front_without_parameters_joins_the_part_behind_it(ranks):
-    ranks(_front, world_size=1)
-
-
-def _ignored(rank, size, wrap):
+@pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["ours", "torchs"])
+@on_ranks(world_size=1)
+def test_ignored_parameters_are_in_no_bucket(rank, size, wrap):
     model = stack_of()
     names = ["2.weight", "4.weight"]
     wrap._set_params_and_buffers_to_ignore_for_model(model, names)
-    ddp = wrap(model)
+    ddp = wrap(model)  # noqa: F841 (a wrapper lives as long as it is held)
     optimizer, _ = cut_and_compare(model, (rows(),))
     ids = [key for bucket in optimizer.buckets for key in bucket.param_ids]
     assert ids == [id(model[0].weight), id(model[6].weight)]
-    return type(ddp).__name__
 
 
-@pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["ours", "torchs"])
-def test_ignored_parameters_are_in_no_bucket(ranks, wrap):
-    ranks(_ignored, wrap, world_size=1)
-
-
-def _explained(rank, size):
+@on_ranks(world_size=1)
+def test_explain_shows_each_cut_with_its_reason(rank, size):
     torch._dynamo.reset()
     explain = ExplainWithBackend("eager")
     optimizer = DDPOptimizer(MATRIX, explain)
@@ -288,11 +277,8 @@ def _explained(rank, size):
     assert (found.graph_count, found.graph_break_count, found.break_reasons) == (1, 0, [])
 
 
-def test_explain_shows_each_cut_with_its_reason(ranks):
-    ranks(_explained, world_size=1)
-
-
-def _small_caps(rank, size):
+@on_ranks(world_size=1)
+def test_a_cap_of_half_a_megabyte_and_a_compilation_afterwards(rank, size):
     """torch refuses a cap below that of its first bucket."""
     torch._dynamo.reset()
     before = torch._dynamo.config.save_config(), torch._inductor.config.save_config()
@@ -314,10 +300,6 @@ def _small_caps(rank, size):
     assert (torch._dynamo.config.save_config(), torch._inductor.config.save_config()) == before
 
 
-def test_a_cap_of_half_a_megabyte_and_a_compilation_afterwards(ranks):
-    ranks(_small_caps, world_size=1)
-
-
 def test_caps_below_one_byte_are_refused():
     with pytest.raises(BadArgumentError, match="bucket_bytes_cap is 0"):
         DDPOptimizer(0, lambda gm, inputs: gm)
@@ -325,7 +307,8 @@ def test_caps_below_one_byte_are_refused():
         DDPOptimizer(1, lambda gm, inputs: gm, first_bucket_cap=-1)
 
 
-def _nothing_to_cut(rank, size):
+@on_ranks(world_size=1)
+def test_graphs_without_parameters_or_inputs(rank, size):
     torch._dynamo.reset()
     recorder = Recorder()
     run = torch.compile(nn.Sequential(nn.ReLU(), nn.Tanh()), backend=DDPOptimizer(1, recorder).compile_fn)
@@ -346,11 +329,8 @@ def _nothing_to_cut(rank, size):
     assert empty() == 1
 
 
-def test_graphs_without_parameters_or_inputs(ranks):
-    ranks(_nothing_to_cut, world_size=1)
-
-
-def _by_hand(rank, size):
+@on_ranks(world_size=1)
+def test_a_graph_that_dynamo_has_not_captured(rank, size):
     """A graph that was not captured by Dynamo, with modules and attributes in it."""
 
     class Mixed(nn.Module):
@@ -370,10 +350,6 @@ def _by_hand(rank, size):
     assert [bucket.params for bucket in optimizer.buckets] == [["layers.0.weight"], ["layers.1.weight"], ["last"]]
     assert len(recorder.graphs) == 3
     assert torch.equal(run(rows()), model(rows()))
-
-
-def test_a_graph_that_dynamo_has_not_captured(ranks):
-    ranks(_by_hand, world_size=1)
 
 
 # -- attention -------------------------------------------------------------------------------------------
@@ -409,7 +385,9 @@ class AttentiveTwice(nn.Module):
         return self.second(checkpoint(self.first, x, use_reentrant=False))
 
 
-def _flex(rank, size):
+@pytest.mark.full
+@on_ranks(world_size=1)
+def test_flex_attention_in_a_part_by_itself_and_nested(rank, size):
     """Forward only: torch has no backward of it on the CPU."""
     x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
     local = torch.compile(flex_attention, backend="aot_eager")
@@ -426,10 +404,6 @@ def _flex(rank, size):
                 assert len(recorder.graphs) == parts, [str(cut) for cut in optimizer.cuts]
                 inside = [name for gm in recorder.graphs for name, _ in gm.named_modules() if "score_mod" in name]
                 assert len(inside) == (1 if kind is Attentive else 2)
-
-
-def test_flex_attention_in_a_part_by_itself_and_nested(ranks):
-    ranks(_flex, world_size=1)
 
 
 def test_the_name_is_public():

@@ -19,6 +19,7 @@ from tests.compiler._split import Recorder
 from tests.compiler.test_entries import Broken
 from tests.compiler.test_in_graph import Checkpointed, Normed, Tied
 from tests.compiler.test_models import WARNINGS, Selective, _bert
+from tests.on_ranks import on_ranks
 
 # A layer of `stack()` is 576 bytes, with its bias: one bucket each.
 LAYER = 8 * 8 * 8 + 8 * 8
@@ -61,7 +62,8 @@ def test_gradients_in_inductor(ranks):
         assert parts == seen.buckets == 4
 
 
-def _agreed(rank, size):
+@on_ranks()
+def test_ranks_agree_on_graphs_that_are_cut(rank, size):
     """Ranks see other sizes, which all take for dynamic at once."""
 
     def step(model, rank, n):
@@ -76,45 +78,36 @@ def _agreed(rank, size):
 
     seen = compare(rank, stack, compile=compile_, step=step, bucket_cap_mb=LAYER / 2**20)
     found = compiled[0].forward._agreement.compilations
-    return len(recorder.graphs), seen, [compilation.difference for compilation in found]
+    parts, seen, differences = len(recorder.graphs), seen, [compilation.difference for compilation in found]
+    assert differences == [""]
+    assert parts == seen.rounds[-1] == seen.buckets == 4
 
 
-def test_ranks_agree_on_graphs_that_are_cut(ranks):
-    for parts, seen, differences in ranks(_agreed):
-        assert differences == [""]
-        assert parts == seen.rounds[-1] == seen.buckets == 4
-
-
-def _bert_in_parts(rank, size, backend, options):
-    recorder = Recorder(backend)
-    seen = _bert(rank, size, None, options, compile_=split(recorder))
-    return len(recorder.graphs), seen
-
-
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("backend", "options"),
     [("aot_eager", {}), ("aot_eager", {"static_graph": True}), ("inductor", {"static_graph": True})],
     ids=["aot_eager", "aot_eager-static_graph", "inductor-static_graph"],
 )
-def test_bert_in_parts(ranks, backend, options):
-    for parts, seen in ranks(_bert_in_parts, backend, options, allow_warnings=WARNINGS, timeout=560):
-        assert parts > 2
-        assert seen.rounds[-1] == seen.buckets > 2
+@on_ranks(allow_warnings=WARNINGS, timeout=560)
+def test_bert_in_parts(rank, size, backend, options):
+    recorder = Recorder(backend)
+    seen = _bert(rank, size, None, options, compile_=split(recorder))
+    parts, seen = len(recorder.graphs), seen
+    assert parts > 2
+    assert seen.rounds[-1] == seen.buckets > 2
 
 
-def _mixed(rank, size):
+@on_ranks()
+def test_mixed_precision_casts_belong_to_the_part_that_uses_them(rank, size):
     config = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
     recorder = Recorder("aot_eager")
     seen = compare(rank, stack, compile=split(recorder), bucket_cap_mb=LAYER / 2**20, mixed_precision=config)
     # Each part casts what it uses.
     assert recorder.calls("linear") == [1, 1, 1, 1]
     assert recorder.calls("to") == [3, 2, 2, 2]
-    return seen
-
-
-def test_mixed_precision_casts_belong_to_the_part_that_uses_them(ranks):
-    assert all(seen.rounds[-1] == seen.buckets == 4 for seen in ranks(_mixed))
+    assert seen.rounds[-1] == seen.buckets == 4
 
 
 class EightLayers(nn.Module):
@@ -172,7 +165,8 @@ def test_parts_are_the_buckets_of_the_plan(ranks, options):
         assert first == [[[0, 1, 2], [3, 4, 5], [6, 7]], [[0, 1], [2, 3, 4], [5, 6, 7]]]
 
 
-def _follows(rank, size):
+@on_ranks()
+def test_a_graph_is_compiled_anew_when_the_plan_has_learnt_the_order(rank, size):
     """Layers are registered in another order than the one they are used in."""
 
     class Shuffled(nn.Module):
@@ -188,18 +182,15 @@ def _follows(rank, size):
 
     recorder = Recorder("aot_eager")
     seen = compare(rank, Shuffled, compile=split(recorder), steps=6, bucket_cap_mb=LAYER / 2**20)
-    return seen.graphs, len(recorder.graphs), seen.buckets
+    graphs, parts, buckets = seen.graphs, len(recorder.graphs), seen.buckets
+    assert graphs == 2
+    # At first some bucket is complete only after one that comes later in the plan; then each has its own part.
+    assert buckets == 4
+    assert parts > buckets
 
 
-def test_a_graph_is_compiled_anew_when_the_plan_has_learnt_the_order(ranks):
-    for graphs, parts, buckets in ranks(_follows):
-        assert graphs == 2
-        # At first some bucket is complete only after one that comes later in the plan; then each has its own part.
-        assert buckets == 4
-        assert parts > buckets
-
-
-def _ways(rank, size):
+@on_ranks()
+def test_ways_to_compile(rank, size):
     """Also where the module is compiled by itself, where a function calls the wrapper, in ``no_sync``, without grad."""
     torch._dynamo.reset()
     cap = LAYER / 2**20
@@ -231,10 +222,6 @@ def _ways(rank, size):
     dist.barrier()
 
 
-def test_ways_to_compile(ranks):
-    ranks(_ways)
-
-
 def _two_wrappers(rank, size):
     """Two wrappers in one graph: it is cut for both."""
     torch._dynamo.reset()
@@ -252,7 +239,7 @@ def _two_wrappers(rank, size):
             run(pair, batch(rank, n)).backward()
         for eager, ours in zip(*models, strict=True):
             same_grads(eager, ours)
-        assert DDP._active_ddp_module is None
+        assert DDP._get_active_ddp_module() is None
     return len(recorder.graphs)
 
 
@@ -260,7 +247,8 @@ def test_two_wrappers_in_one_graph(ranks):
     assert ranks(_two_wrappers) == [4, 4]
 
 
-def _explained(rank, size):
+@on_ranks()
+def test_explain_shows_where_a_wrapper_was_cut(rank, size):
     torch._dynamo.reset()
     counters.clear()
     ddp = DDP(stack(), bucket_cap_mb=LAYER / 2**20)
@@ -279,11 +267,8 @@ def _explained(rank, size):
     assert [departure.fraction < 1 for departure in ours.departures] == [True, True, True, False]
 
 
-def test_explain_shows_where_a_wrapper_was_cut(ranks):
-    ranks(_explained)
-
-
-def _failing(rank, size):
+@on_ranks()
+def test_a_backend_that_fails_on_a_part(rank, size):
     """A backend that fails on the third part, on one rank."""
     torch._dynamo.reset()
     ddp = DDP(stack(), bucket_cap_mb=LAYER / 2**20)
@@ -299,10 +284,6 @@ def _failing(rank, size):
     kind = torch._dynamo.exc.BackendCompilerFailed if rank == 1 else paceline.errors.PeerFailedError
     with pytest.raises(kind, match="no third part"):
         plain_step(compiled, rank, 0)
-
-
-def test_a_backend_that_fails_on_a_part(ranks):
-    ranks(_failing)
 
 
 def test_one_rank_cannot_compile_parts_for_all():

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline import _torch
 from paceline.compiler import DDPOptimizer
-from paceline.compiler.crossing import RESHAPED, SHARED
+from paceline.compiler.split.forbidden_cuts import RESHAPED, SHARED
 from tests.compiler._split import MATRIX, WIDTH, Matrices, Recorder, cut_and_compare, rows
+from tests.on_ranks import on_ranks
 
 DATA_DEPENDENT = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 COUNTS = torch.tensor([2, 3])
@@ -181,17 +182,19 @@ def _crosses(rank, size, backend, kinds):
             assert counters["stats"]["unique_graphs"] == graphs, kind
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
 def test_what_crosses_a_cut(ranks, backend):
     ranks(_crosses, backend, list(CASES), world_size=1, timeout=300)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_what_crosses_a_cut_in_inductor(ranks):
     ranks(_crosses, "inductor", [Symbol, Three, Mean, Tuple, Mutated], world_size=1, timeout=500)
 
 
-def _integers(rank, size):
+@on_ranks(world_size=1)
+def test_parts_are_given_the_integers_that_their_shapes_depend_on(rank, size):
     """Each part is given the integers that its shapes depend on, also if it does not name them."""
     with torch._dynamo.config.patch(**DATA_DEPENDENT):
         for kind in (Symbol, Indirect, Unbound):
@@ -201,11 +204,8 @@ def _integers(rank, size):
                 assert [type(value) for value in inputs].count(torch.SymInt) == 1, kind
 
 
-def test_parts_are_given_the_integers_that_their_shapes_depend_on(ranks):
-    ranks(_integers, world_size=1)
-
-
-def _notes(rank, size):
+@on_ranks(world_size=1)
+def test_the_backward_of_a_part_knows_its_forward(rank, size):
     """What AOTAutograd has noted of a part is there when its backward is compiled, after all other forwards."""
     seen = []
 
@@ -219,11 +219,9 @@ def _notes(rank, size):
     assert all(context.fw_metadata is noted for context, noted in seen)
 
 
-def test_the_backward_of_a_part_knows_its_forward(ranks):
-    ranks(_notes, world_size=1)
-
-
-def _float_attribute(rank, size, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks(world_size=1)
+def test_a_float_attribute_in_several_parts(rank, size, backend):
     model = Scale()
     optimizer, recorder = cut_and_compare(model, (rows(),), backend=backend)
     assert len(optimizer.buckets) == 3
@@ -235,29 +233,18 @@ def _float_attribute(rank, size, backend):
         assert not any(isinstance(value, torch.SymFloat) for inputs in recorder.examples for value in inputs)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_float_attribute_in_several_parts(ranks, backend):
-    ranks(_float_attribute, backend, world_size=1)
-
-
-def _random(rank, size):
+@on_ranks(world_size=1)
+def test_random_numbers_are_drawn_in_order(rank, size):
     for backend in ("eager", "aot_eager"):
         cut_and_compare(Random(), (rows(),), backend=backend)
 
 
-def test_random_numbers_are_drawn_in_order(ranks):
-    ranks(_random, world_size=1)
-
-
-def _inside_of_a_region(rank, size):
+@on_ranks(world_size=1)
+def test_a_region_that_cannot_be_interrupted_moves_the_cut(rank, size):
     optimizer, recorder = cut_and_compare(Mapped(), (rows(),), backend="aot_eager")
     assert [bool(cut.moved_by) for cut in optimizer.cuts] == [True, False]
     assert "vmap" in str(optimizer.cuts[0])
     assert recorder.calls("_vmap_increment_nesting") == recorder.calls("_vmap_decrement_nesting") == [0, 1, 0]
-
-
-def test_a_region_that_cannot_be_interrupted_moves_the_cut(ranks):
-    ranks(_inside_of_a_region, world_size=1)
 
 
 class View(Matrices):
@@ -294,7 +281,8 @@ class Reshaped(Matrices):
         return (y + h) @ self.c
 
 
-def _memory(rank, size):
+@on_ranks(world_size=1)
+def test_memory_that_is_changed_does_not_cross_in_two_values(rank, size):
     for kind, reason in ((View, SHARED), (Chunks, SHARED), (Reshaped, RESHAPED)):
         for backend in ("eager", "aot_eager"):
             optimizer, _ = cut_and_compare(kind(), (rows(),), backend=backend)
@@ -303,34 +291,14 @@ def _memory(rank, size):
             assert reasons == [reason] or len(optimizer.cuts) == 1, kind
 
 
-def test_memory_that_is_changed_does_not_cross_in_two_values(ranks):
-    ranks(_memory, world_size=1)
-
-
-def _memory_by_hand(rank, size):
+@on_ranks(world_size=1)
+def test_nor_does_it_in_a_graph_that_dynamo_has_not_captured(rank, size):
     for model in (View(), Chunks()):
         for backend in ("eager", "aot_eager"):
             optimizer = DDPOptimizer(MATRIX, Recorder(backend))
             run = optimizer.compile_fn(torch.fx.symbolic_trace(model), [rows()])
             assert [cut.moved_since for cut in optimizer.cuts if cut.moved_since] == [SHARED], type(model)
             assert torch.equal(run(rows()), model(rows())), type(model)
-
-
-def test_nor_does_it_in_a_graph_that_dynamo_has_not_captured(ranks):
-    ranks(_memory_by_hand, world_size=1)
-
-
-def _without_output(rank, size):
-    for backend in ("eager", "aot_eager"):
-        optimizer, _ = cut_and_compare(Silent(), (rows(),), backend=backend)
-        # It has become one with the first.
-        assert [bucket.size for bucket in optimizer.buckets] == [2 * MATRIX, MATRIX]
-    late = Late()
-    optimizer, _ = cut_and_compare(late, (rows(),))
-    assert [bucket.size for bucket in optimizer.buckets] == [MATRIX, 2 * MATRIX]
-    (cut,) = optimizer.cuts
-    assert (cut.moved_by, cut.moved_since) == (1, "the part would have no output")
-    assert "1 operator(s) earlier than needed, since the part would have no output" in str(cut)
 
 
 class Late(Matrices):
@@ -343,8 +311,18 @@ class Late(Matrices):
         return z
 
 
-def test_a_part_has_an_output(ranks):
-    ranks(_without_output, world_size=1)
+@on_ranks(world_size=1)
+def test_a_part_has_an_output(rank, size):
+    for backend in ("eager", "aot_eager"):
+        optimizer, _ = cut_and_compare(Silent(), (rows(),), backend=backend)
+        # It has become one with the first.
+        assert [bucket.size for bucket in optimizer.buckets] == [2 * MATRIX, MATRIX]
+    late = Late()
+    optimizer, _ = cut_and_compare(late, (rows(),))
+    assert [bucket.size for bucket in optimizer.buckets] == [MATRIX, 2 * MATRIX]
+    (cut,) = optimizer.cuts
+    assert (cut.moved_by, cut.moved_since) == (1, "the part would have no output")
+    assert "1 operator(s) earlier than needed, since the part would have no output" in str(cut)
 
 
 # -- strides ---------------------------------------------------------------------------------------------
@@ -392,7 +370,9 @@ def _chooses_layouts(gm, example_inputs):
     return run
 
 
-def _strides(rank, size, dynamic):
+@pytest.mark.parametrize("dynamic", [False, True])
+@on_ranks(world_size=1)
+def test_parts_are_compiled_for_the_strides_they_get(rank, size, dynamic):
     backend = aot_autograd(fw_compiler=_chooses_layouts, bw_compiler=lambda gm, inputs: make_boxed_func(gm.forward))
     cut = functools.partial(cut_and_compare, backend=backend, dynamic=dynamic)
     for memory_format in (torch.contiguous_format, torch.channels_last):
@@ -411,12 +391,10 @@ def _strides(rank, size, dynamic):
     assert all(taken == found for pairs in recorder.strides for taken, found in pairs)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_parts_are_compiled_for_the_strides_they_get(ranks, dynamic):
-    ranks(_strides, dynamic, world_size=1)
-
-
-def _layouts_of_inductor(rank, size):
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@on_ranks(world_size=1, timeout=500)
+def test_convolutions_and_transposes_in_inductor(rank, size):
     images = [(torch.randn(2, 4, n, n, dtype=torch.float64),) for n in (9, 10)]
     options = {"keep_output_stride": False}
     backend = _torch.find_backend("inductor", options=options)
@@ -434,8 +412,3 @@ def _layouts_of_inductor(rank, size):
     _, recorder = cut_and_compare(Transposed(), (rows(WIDTH),), backend=backend)
     assert len(recorder.graphs) == 3
     assert all(a == b for pairs in recorder.strides for a, b in pairs)
-
-
-@pytest.mark.timeout(600)
-def test_convolutions_and_transposes_in_inductor(ranks):
-    ranks(_layouts_of_inductor, world_size=1, timeout=500)

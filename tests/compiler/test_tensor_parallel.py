@@ -10,9 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from paceline import DDP
+from tests.on_ranks import on_ranks
 
 
-def _compiled(rank, world_size, backend):
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
+@on_ranks(world_size=4)
+def test_compiled_training_is_eager_training(rank, world_size, backend):
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica = mesh["dp"].get_local_rank()
@@ -35,8 +38,3 @@ def _compiled(rank, world_size, backend):
         torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
     assert "DTensor" in ddp._reducer.why_not_early(model[0].weight)
     assert ddp._reducer.why_not_early(model[3].weight) is None
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_training_is_eager_training(ranks, backend):
-    ranks(_compiled, backend, world_size=4)

@@ -1,7 +1,7 @@
 """torch's own test suite of DistributedDataParallel, run on the CPU with torch's class and then with ours.
 
     python -m tests.conformance            both columns
-    python -m tests.conformance --help     filters, cached columns
+    python -m tests.conformance --help     filters
 
 The suite is `torch.testing._internal.distributed.distributed_test`, as the installed wheel ships it. No
 test is edited. From outside we change only what a machine without GPUs needs:

@@ -26,17 +26,16 @@ def main(argv: list[str] | None = None) -> int:
     if options.suite == "collectives":
         from . import collectives
 
-        return collectives.main(
-            only=options.only, timeout_s=options.timeout, verbose=options.verbose, cached=options.cached_stock
-        )
+        return collectives.main(only=options.only, timeout_s=options.timeout, verbose=options.verbose)
     console = Console(width=None if sys.stdout.isatty() else 200)
     tests = _select(options.only)
     if not tests:
         console.print(f"no test matches {options.only!r}")
         return 2
     suite = _load_suite(reload_midway=options.reload_midway)
-    stock = _stock_column(tests, suite, options=options, console=console)
-    ours = None
+    stock = ours = None
+    if not options.ours_only:
+        stock = column.measure("stock", tests, suite, timeout_s=options.timeout, console=console)
     if not options.stock_only:
         from .swap import use_ours
 
@@ -66,12 +65,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--ours-only", action="store_true", help="do not measure the column of torch's class")
     which.add_argument("--stock-only", action="store_true", help="do not measure the column of our class")
-    parser.add_argument(
-        "--cached-stock",
-        metavar="FILE",
-        type=Path,
-        help="read torch's column from FILE if it is there, else measure it and write it there",
-    )
     parser.add_argument(
         "--reload-midway",
         action="store_true",
@@ -117,20 +110,6 @@ def _load_suite(*, reload_midway: bool) -> ModuleType:
     use_stock()
     warnings.resetwarnings()
     return suite
-
-
-def _stock_column(
-    tests: list[Selected], suite: ModuleType, *, options: argparse.Namespace, console: Console
-) -> Column | None:
-    """Torch's column: as cached, else measured, unless it is not wanted."""
-    cache: Path | None = options.cached_stock
-    stored = column.read(cache, tests)
-    if stored is not None or options.ours_only:
-        return stored
-    measured = column.measure("stock", tests, suite, timeout_s=options.timeout, console=console)
-    if cache:
-        column.write(measured, cache)
-    return measured
 
 
 def _print_tracebacks(console: Console, *, stock: Column | None, ours: Column | None) -> None:

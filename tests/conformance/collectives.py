@@ -44,14 +44,12 @@ KNOWN: dict[str, str] = {
 }
 
 
-def main(*, only: str | None, timeout_s: float, verbose: bool, cached: Path | None = None) -> int:
+def main(*, only: str | None, timeout_s: float, verbose: bool) -> int:
     """Both columns, the table, the page in docs/ (if all tests were run), the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     suite = _load()
     tests = [test for test in _select() if only is None or only in test.name or fnmatch.fnmatch(test.name, only)]
-    gloo = column.read(cached, tests) or _measure("gloo", tests, suite, timeout_s=timeout_s, console=console)
-    if cached is not None and not cached.exists():
-        column.write(gloo, cached)
+    gloo = _measure("gloo", tests, suite, timeout_s=timeout_s, console=console)
     # Skipped over gloo is skipped altogether: by machine, not by backend.
     written_for_us = [test for test in tests if gloo[test.name].status != "skip"]
     _become_shm(suite)
@@ -85,7 +83,7 @@ def _load() -> ModuleType:
 
 def _become_shm(suite: ModuleType) -> None:
     import paceline  # noqa: F401  registers the backend
-    from paceline.transport import kernel
+    from paceline.transport.shm import kernel
 
     reason = kernel.reason_unavailable()
     if reason is not None:

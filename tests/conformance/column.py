@@ -1,9 +1,7 @@
-"""One column of the table: all tests in one setting, run or read from an earlier run."""
+"""One column of the table: all tests in one setting."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -50,21 +48,4 @@ def measure(
                     log.unlink()
             progress.advance(task)
     console.print(f"{title}: {len(tests)} tests in {time.monotonic() - started:.0f} s")
-    write(outcomes, LOGS / f"{title}.json")
     return outcomes
-
-
-def write(column: Column, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({name: dataclasses.asdict(outcome) for name, outcome in column.items()}, indent=1)
-    file.write_text(text, encoding="utf-8")
-
-
-def read(file: Path | None, tests: Sequence[Selected]) -> Column | None:
-    """What an earlier run wrote to ``file``; None if it does not have all ``tests``."""
-    if file is None or not file.exists():
-        return None
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    if not all(test.name in stored for test in tests):
-        return None
-    return {test.name: Outcome(**stored[test.name]) for test in tests}

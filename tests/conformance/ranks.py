@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import sys
@@ -32,6 +33,7 @@ from .selection import Selected
 # better, and else they would wait for the group's time-out.
 GRACE_S = 3.0
 END_S = 10.0
+STACKS_S = 5.0
 GROUP_TIMEOUT_S = 40
 
 # What each rank said last; None if it died.
@@ -93,8 +95,10 @@ class _Rank:
         return json.loads(line)
 
     def dump_stack(self) -> None:
+        """Abort it, which writes its stacks to its log, and wait until it has hung up."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGABRT)
+        select.select([self.results], [], [], STACKS_S)
 
     def end(self) -> None:
         """End the rank and whatever it has started, and collect it."""
@@ -129,7 +133,6 @@ def run_test(test: Selected, *, suite: ModuleType, log_dir: Path, timeout_s: flo
             if "timeout" in {message["status"] for message in messages.values() if message}:
                 for rank in ranks:
                     rank.dump_stack()
-                time.sleep(0.2)  # the signal handler writes the stacks to the log before we end the ranks
         finally:
             for rank in ranks:
                 rank.end()
@@ -188,7 +191,6 @@ def _rank_main(test: Selected, place: Place, *, log_dir: Path, results: int, go:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(file=log)
-    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
 
     def report(message: dict[str, Any]) -> None:
         sys.stdout.flush()

@@ -32,9 +32,7 @@ def all_to_all(x, group):
     return funcol.all_to_all_single_autograd(x * 2, None, None, group) * 3
 
 
-@row("dist.nn.functional.all_reduce(x)", inductor=True)
-def nn_all_reduce(x):
-    return dist_nn.all_reduce(x * 2) * 3
+row.add("dist.nn.functional.all_reduce(x)", None, lambda x: dist_nn.all_reduce(x * 2) * 3, inductor=True)
 
 
 @row("dist.nn.functional.all_reduce(op, group)")
@@ -42,14 +40,8 @@ def nn_all_reduce_of_group(x, other):
     return dist_nn.all_reduce(x * 2, op=dist.ReduceOp.SUM, group=other) * 3
 
 
-@row("dist.nn.functional.all_gather(x)", inductor=True)
-def nn_all_gather(x):
-    return torch.cat(dist_nn.all_gather(x * 2)) * 3
-
-
-@row("dist.nn.functional.broadcast(x, src)")
-def nn_broadcast(x):
-    return dist_nn.broadcast(x * 2, 0) * 3
+row.add("dist.nn.functional.all_gather(x)", None, lambda x: torch.cat(dist_nn.all_gather(x * 2)) * 3, inductor=True)
+row.add("dist.nn.functional.broadcast(x, src)", None, lambda x: dist_nn.broadcast(x * 2, 0) * 3)
 
 
 @row("dist.nn.functional.reduce(x, dst)")

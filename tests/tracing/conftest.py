@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,21 +20,14 @@ def ranks(rank_pool) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def _both() -> Iterator[tuple[Outcomes, Outcomes]]:
-    # Started together: each has a core of its own.
-    both = (Outcomes("--paceline"), Outcomes())
-    yield both
-    for outcomes in both:
-        outcomes.close()
-
-
-@pytest.fixture(scope="session")
-def fake_outcomes(_both) -> Outcomes:
+def fake_outcomes() -> Iterator[Outcomes]:
     """Every expression on a fake group of 8, compiled with the eager backend: its graphs, and what is wrong."""
-    return _both[0]
+    with closing(Outcomes("--paceline")) as outcomes:
+        yield outcomes
 
 
 @pytest.fixture(scope="session")
-def plain_outcomes(_both) -> Outcomes:
+def plain_outcomes() -> Iterator[Outcomes]:
     """The same without Paceline."""
-    return _both[1]
+    with closing(Outcomes()) as outcomes:
+        yield outcomes

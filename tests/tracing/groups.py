@@ -12,9 +12,7 @@ from tests.tracing.row import Rows
 row = Rows(1)
 
 
-@row("group.rank()", lambda at: at.rank)
-def group_rank(x, group):
-    return x + group.rank(), group.rank()
+row.add("group.rank()", lambda at: at.rank, lambda x, group: (x + group.rank(), group.rank()))
 
 
 @row("group.rank() of a reversed group", lambda at: at.size - 1 - at.rank)
@@ -22,39 +20,13 @@ def reverse_rank(x, reverse):
     return x + reverse.rank(), reverse.rank()
 
 
-@row("group.size()", lambda at: at.size, inductor=True)
-def group_size(x, group):
-    return x * group.size(), group.size()
-
-
-@row("group.size() of a subgroup", lambda at: 1)
-def subgroup_size(x, solo):
-    return x * solo.size(), solo.size()
-
-
-@row("group.name()", lambda at: at.group.name())
-def group_backend_name(x, group):
-    return x + 1, group.name()
-
-
-@row("group.group_name", lambda at: at.other.group_name)
-def group_name(x, other):
-    return x + 1, other.group_name
-
-
-@row("group.group_desc", lambda at: "the other group")
-def group_desc(x, other):
-    return x + 1, other.group_desc
-
-
-@row("group.bound_device_id", lambda at: None)
-def bound_device(x, group):
-    return x + 1, group.bound_device_id
-
-
-@row("dist.get_rank()", lambda at: at.rank, inductor=True)
-def get_rank(x):
-    return x + dist.get_rank(), dist.get_rank()
+row.add("group.size()", lambda at: at.size, lambda x, group: (x * group.size(), group.size()), inductor=True)
+row.add("group.size() of a subgroup", lambda at: 1, lambda x, solo: (x * solo.size(), solo.size()))
+row.add("group.name()", lambda at: at.group.name(), lambda x, group: (x + 1, group.name()))
+row.add("group.group_name", lambda at: at.other.group_name, lambda x, other: (x + 1, other.group_name))
+row.add("group.group_desc", lambda at: "the other group", lambda x, other: (x + 1, other.group_desc))
+row.add("group.bound_device_id", lambda at: None, lambda x, group: (x + 1, group.bound_device_id))
+row.add("dist.get_rank()", lambda at: at.rank, lambda x: (x + dist.get_rank(), dist.get_rank()), inductor=True)
 
 
 @row("dist.get_rank(group)", lambda at: at.size - 1 - at.rank)
@@ -62,14 +34,8 @@ def get_rank_of(x, reverse):
     return x + dist.get_rank(reverse), dist.get_rank(group=reverse)
 
 
-@row("dist.get_rank(subgroup)", lambda at: 0)
-def get_rank_alone(x, solo):
-    return x + 1, dist.get_rank(solo)
-
-
-@row("dist.get_world_size()", lambda at: at.size)
-def get_world_size(x):
-    return x / dist.get_world_size(), dist.get_world_size()
+row.add("dist.get_rank(subgroup)", lambda at: 0, lambda x, solo: (x + 1, dist.get_rank(solo)))
+row.add("dist.get_world_size()", lambda at: at.size, lambda x: (x / dist.get_world_size(), dist.get_world_size()))
 
 
 @row("dist.get_world_size(group)", lambda at: 1)
@@ -87,9 +53,7 @@ def get_ranks_of_none(x):
     return x + 1, dist.get_process_group_ranks(None)
 
 
-@row("dist.get_backend()", lambda at: dist.get_backend())
-def get_backend(x):
-    return x + 1, dist.get_backend()
+row.add("dist.get_backend()", lambda at: dist.get_backend(), lambda x: (x + 1, dist.get_backend()))
 
 
 @row("dist.get_backend(group)", lambda at: dist.get_backend())
@@ -99,9 +63,7 @@ def get_backend_of(x, other):
     return x + 1, dist.get_backend(other)
 
 
-@row("dist.get_backend_config()", lambda at: dist.get_backend_config())
-def get_backend_config(x):
-    return x + 1, dist.get_backend_config()
+row.add("dist.get_backend_config()", lambda at: dist.get_backend_config(), lambda x: (x + 1, dist.get_backend_config()))
 
 
 @row("dist.get_global_rank(group, r)", lambda at: [at.size - 1, 0])
@@ -114,9 +76,7 @@ def get_group_rank(x, reverse):
     return x + 1, dist.get_group_rank(reverse, 0)
 
 
-@row("dist.get_pg_count()", lambda at: dist.get_pg_count())
-def get_pg_count(x):
-    return x + 1, dist.get_pg_count()
+row.add("dist.get_pg_count()", lambda at: dist.get_pg_count(), lambda x: (x + 1, dist.get_pg_count()))
 
 
 @row("dist.get_default_backend_for_device('cpu')", lambda at: "gloo")
@@ -173,9 +133,7 @@ def identity(x, group, other):
     return x + 1, [group is dist.group.WORLD, group is other, group is not other]
 
 
-@row("group is None", lambda at: [False, True])
-def is_none(x, group):
-    return x + 1, [group is None, group is not None]
+row.add("group is None", lambda at: [False, True], lambda x, group: (x + 1, [group is None, group is not None]))
 
 
 @row("group or dist.group.WORLD", lambda at: at.size)
@@ -239,14 +197,8 @@ class Holder(nn.Module):
         return y, self.group.rank(), self.group
 
 
-@row("module.group", builds=True, grad=False)
-def module_attribute(group):
-    return Holder(group), None
-
-
-@row("module.group of a subgroup", builds=True, grad=False)
-def module_attribute_of_subgroup(solo):
-    return Holder(solo), None
+row.add("module.group", None, lambda group: (Holder(group), None), builds=True, grad=False)
+row.add("module.group of a subgroup", None, lambda solo: (Holder(solo), None), builds=True, grad=False)
 
 
 @row("a group returned from the graph", lambda at: [at.group, at.other])
@@ -275,9 +227,7 @@ def is_backend_available(x):
     return x + 1, [dist.is_backend_available("gloo"), dist.is_backend_available("no such backend")]
 
 
-@row("dist.is_torchelastic_launched()", lambda at: False)
-def is_torchelastic_launched(x):
-    return x + 1, dist.is_torchelastic_launched()
+row.add("dist.is_torchelastic_launched()", lambda at: False, lambda x: (x + 1, dist.is_torchelastic_launched()))
 
 
 @row("c10d._get_default_group()", lambda at: at.group)

@@ -11,14 +11,8 @@ from tests.tracing.row import Rows
 row = Rows(2)
 
 
-@row("mesh.ndim", lambda at: [1, 2])
-def ndim(x, mesh, grid):
-    return x + grid.ndim, [mesh.ndim, grid.ndim]
-
-
-@row("mesh.shape", lambda at: (at.size // 2, 2), inductor=True)
-def shape(x, grid):
-    return x + grid.shape[1], grid.shape
+row.add("mesh.ndim", lambda at: [1, 2], lambda x, mesh, grid: (x + grid.ndim, [mesh.ndim, grid.ndim]))
+row.add("mesh.shape", lambda at: (at.size // 2, 2), lambda x, grid: (x + grid.shape[1], grid.shape), inductor=True)
 
 
 @row("mesh.size()", lambda at: [at.size, at.size])
@@ -41,9 +35,7 @@ def names(x, grid):
     return (x + 1 if "tp" in grid.mesh_dim_names else x - 1), grid.mesh_dim_names
 
 
-@row("mesh.mesh_dim_names of an unnamed mesh", lambda at: None)
-def no_names(x, unnamed):
-    return x + 1, unnamed.mesh_dim_names
+row.add("mesh.mesh_dim_names of an unnamed mesh", lambda at: None, lambda x, unnamed: (x + 1, unnamed.mesh_dim_names))
 
 
 @row("mesh.get_coordinate()", lambda at: [at.rank // 2, at.rank % 2], ranks=4)
@@ -61,14 +53,8 @@ def local_rank_by_name(x, grid):
     return x + 1, [grid.get_local_rank("dp"), grid.get_local_rank("tp")]
 
 
-@row("mesh.get_local_rank()", lambda at: at.rank)
-def local_rank_of_one_dimension(x, mesh):
-    return x + mesh.get_local_rank(), mesh.get_local_rank()
-
-
-@row("mesh.get_rank()", lambda at: at.rank)
-def global_rank(x, grid):
-    return x + grid.get_rank(), grid.get_rank()
+row.add("mesh.get_local_rank()", lambda at: at.rank, lambda x, mesh: (x + mesh.get_local_rank(), mesh.get_local_rank()))
+row.add("mesh.get_rank()", lambda at: at.rank, lambda x, grid: (x + grid.get_rank(), grid.get_rank()))
 
 
 @row("mesh['tp']", lambda at: [2, at.rank % 2, ("tp",)], ranks=4)
@@ -83,9 +69,7 @@ def slice_by_names(x, grid):
     return x + both.size(), [both.shape, both.mesh_dim_names]
 
 
-@row("mesh['tp'] returned from the graph", lambda at: at.grid["tp"])
-def slice_returned(x, grid):
-    return x + 1, grid["tp"]
+row.add("mesh['tp'] returned from the graph", lambda at: at.grid["tp"], lambda x, grid: (x + 1, grid["tp"]))
 
 
 @row("mesh.get_group()", lambda at: at.mesh.get_group())
@@ -157,14 +141,8 @@ def membership_in_list(x, grid, grid_again, mesh):
     return x + 1, [grid in [grid_again], mesh in [grid, grid_again]]
 
 
-@row("mesh.mesh", lambda at: list(range(at.size)))
-def mesh_tensor(x, mesh):
-    return x + mesh.mesh.sum(), mesh.mesh.tolist()
-
-
-@row("mesh.mesh returned from the graph", lambda at: at.grid.mesh, ranks=4)
-def mesh_tensor_returned(x, grid):
-    return x + 1, grid.mesh
+row.add("mesh.mesh", lambda at: list(range(at.size)), lambda x, mesh: (x + mesh.mesh.sum(), mesh.mesh.tolist()))
+row.add("mesh.mesh returned from the graph", lambda at: at.grid.mesh, lambda x, grid: (x + 1, grid.mesh), ranks=4)
 
 
 @row("isinstance(mesh, DeviceMesh)", lambda at: [True, False])
@@ -180,9 +158,7 @@ def as_arguments(x, grid, mesh):
     return x + 1, helper([grid, mesh], axis=1)
 
 
-@row("a mesh returned from the graph", lambda at: [at.mesh, at.grid])
-def mesh_returned(x, mesh, grid):
-    return x + 1, [mesh, grid]
+row.add("a mesh returned from the graph", lambda at: [at.mesh, at.grid], lambda x, mesh, grid: (x + 1, [mesh, grid]))
 
 
 @row("a collective over a dimension's group", ranks=4)
@@ -205,9 +181,7 @@ class Holder(nn.Module):
         return x * self.mesh.size() + self.mesh.get_local_rank("tp"), self.mesh["tp"].get_group()
 
 
-@row("module.mesh", builds=True, ranks=4)
-def module_attribute(grid):
-    return Holder(grid), None
+row.add("module.mesh", None, lambda grid: (Holder(grid), None), builds=True, ranks=4)
 
 
 @row("mesh.get_group(name).group_name", lambda at: at.grid.get_group("tp").group_name, ranks=4)

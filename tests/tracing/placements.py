@@ -10,19 +10,9 @@ from tests.tracing.row import Rows
 row = Rows(3)
 
 
-@row("Shard(dim)", lambda at: [Shard(0), Shard(1)])
-def shard(x):
-    return x + 1, [Shard(0), Shard(dim=1)]
-
-
-@row("Replicate()", lambda at: Replicate())
-def replicate(x):
-    return x + 1, Replicate()
-
-
-@row("Partial()", lambda at: [Partial("sum"), Partial("avg")])
-def partial(x):
-    return x + 1, [Partial(), Partial("avg")]
+row.add("Shard(dim)", lambda at: [Shard(0), Shard(1)], lambda x: (x + 1, [Shard(0), Shard(dim=1)]))
+row.add("Replicate()", lambda at: Replicate(), lambda x: (x + 1, Replicate()))
+row.add("Partial()", lambda at: [Partial("sum"), Partial("avg")], lambda x: (x + 1, [Partial(), Partial("avg")]))
 
 
 @row("placement.is_shard()", lambda at: [True, False, True, False])
@@ -45,9 +35,7 @@ def is_partial(x):
     ]
 
 
-@row("placement.dim", lambda at: 1)
-def dim(x, sharded):
-    return x + sharded.dim, sharded.dim
+row.add("placement.dim", lambda at: 1, lambda x, sharded: (x + sharded.dim, sharded.dim))
 
 
 @row("placement.reduce_op", lambda at: ["sum", "max"])
@@ -113,9 +101,7 @@ def from_local_of_outside(x, grid, pair_of_placements):
     return DTensor.from_local(x * 2, grid, pair_of_placements)
 
 
-@row("DTensor.from_local(x, mesh)", grad=True)
-def from_local_default_placements(x, mesh):
-    return DTensor.from_local(x * 2, mesh).to_local()
+row.add("DTensor.from_local(x, mesh)", None, lambda x, mesh: DTensor.from_local(x * 2, mesh).to_local(), grad=True)
 
 
 @row("DTensor.from_local(run_check=True)")
@@ -144,9 +130,7 @@ def from_local_on_slice(x, grid):
     return DTensor.from_local(x * 2, grid["tp"], [Shard(0)]).full_tensor()
 
 
-@row("DTensor.to_local()", grad=True)
-def to_local(x, mesh):
-    return (DTensor.from_local(x, mesh, [Shard(0)]) * 3).to_local()
+row.add("DTensor.to_local()", None, lambda x, mesh: (DTensor.from_local(x, mesh, [Shard(0)]) * 3).to_local(), grad=True)
 
 
 @row("DTensor.to_local(grad_placements=...)", grad=True)

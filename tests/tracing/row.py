@@ -198,18 +198,15 @@ def _settled(value: Any) -> Any:
 
 
 class Rows:
-    """A decorator that collects the rows of one point."""
+    """The rows of one point: functions that it decorates, and those of one expression that it is given."""
 
     def __init__(self, point: int, **defaults: Any) -> None:
         self.point = point
         self.defaults = defaults
         self.rows: list[Expression] = []
 
-    def __call__(
-        self, name: str, answer: Answer | None = None, **more: Any
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.rows.append(Expression(name, self.point, function, answer=answer, **{**self.defaults, **more}))
-            return function
+    def add(self, name: str, answer: Answer | None, function: Callable[..., Any], **more: Any) -> None:
+        self.rows.append(Expression(name, self.point, function, answer=answer, **{**self.defaults, **more}))
 
-        return add
+    def __call__(self, name: str, answer: Answer | None = None, **more: Any) -> Callable[[Callable[..., Any]], None]:
+        return lambda function: self.add(name, answer, function, **more)

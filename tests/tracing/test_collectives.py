@@ -8,8 +8,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 
-from paceline.tracing.edition import operators
+from paceline.tracing.operator_namespace import operators
 from paceline.tracing.ops import STARTERS
+from tests.on_ranks import on_ranks
 from tests.tracing.launches import launches
 from tests.tracing.row import difference
 from tests.tracing.runner import ALLOWED_WARNINGS, LITE, PATIENCE_S, compiled
@@ -41,7 +42,9 @@ def _launch_two(x):
     return [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)], y
 
 
-def _handle_returned(rank, size, backend):
+@pytest.mark.parametrize("backend", QUICK)
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_a_handle_returned_from_the_graph(rank, size, backend):
     x = _x(rank)
     work, y = _compiled(_launch, backend)(x)
     assert work.wait() in (True, None)
@@ -61,11 +64,6 @@ def _handle_returned(rank, size, backend):
     assert torch.equal(y, want * 2)
 
 
-@pytest.mark.parametrize("backend", QUICK)
-def test_a_handle_returned_from_the_graph(ranks, backend):
-    ranks(_handle_returned, backend, allow_warnings=ALLOWED_WARNINGS)
-
-
 class Launcher(nn.Module):
     """Starts its collective in one graph and waits for it in the next, as prefetching code does."""
 
@@ -78,17 +76,14 @@ class Launcher(nn.Module):
         return x.shape[0]
 
 
-def _handle_stored(rank, size, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_a_handle_kept_by_a_module(rank, size, backend):
     module, x = Launcher(), _x(rank)
     assert _compiled(module, backend)(x) == 4
     (work,) = module.pending
     work.wait()
     assert torch.equal(x, sum(_x(r) for r in range(size)))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_handle_kept_by_a_module(ranks, backend):
-    ranks(_handle_stored, backend, allow_warnings=ALLOWED_WARNINGS)
 
 
 # --- order and effects ------------------------------------------------------------------------------------
@@ -115,16 +110,13 @@ def _sequence(x):
 SEQUENCE = ["allreduce", "broadcast", "allgather", "barrier", "reduce_scatter", "alltoall", "allreduce"]
 
 
-def _order(rank, size, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_collectives_are_launched_in_the_order_they_were_written(rank, size, backend):
     compiled = _compiled(_sequence, backend)
     assert difference(compiled(_x(rank)), _sequence(_x(rank))) is None
     assert launches(lambda: _sequence(_x(rank))) == SEQUENCE
     assert launches(lambda: compiled(_x(rank))) == SEQUENCE
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_collectives_are_launched_in_the_order_they_were_written(ranks, backend):
-    ranks(_order, backend, allow_warnings=ALLOWED_WARNINGS)
 
 
 def _lopsided(x, w):
@@ -140,17 +132,14 @@ def _lopsided(x, w):
     return x, y, w
 
 
-def _lopsided_ranks(rank, size, backend):
+@pytest.mark.parametrize("backend", ["inductor"])
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_ranks_with_other_graphs_keep_one_order(rank, size, backend):
     arguments = [_x(rank), torch.eye(4) / 2]
     want = _lopsided(*(a.clone() for a in arguments))
     got = _compiled(_lopsided, backend)(*(a.clone() for a in arguments))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("backend", ["inductor"])
-def test_ranks_with_other_graphs_keep_one_order(ranks, backend):
-    ranks(_lopsided_ranks, backend, allow_warnings=ALLOWED_WARNINGS)
 
 
 def _unused(x):
@@ -169,7 +158,9 @@ def _unused(x):
     return x + 1
 
 
-def _effects(rank, size, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_what_is_done_for_its_effect_is_not_dead_code(rank, size, backend):
     compiled = _compiled(_unused, backend)
     if backend == "inductor":
         from torch._inductor import lowering
@@ -180,11 +171,6 @@ def _effects(rank, size, backend):
     want = ["barrier", "allreduce", "allreduce", *(["recv", "recv"] if rank else ["send", "send"]), "barrier"]
     assert launches(lambda: _unused(_x(rank))) == want
     assert launches(lambda: compiled(_x(rank))) == want
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_done_for_its_effect_is_not_dead_code(ranks, backend):
-    ranks(_effects, backend, allow_warnings=ALLOWED_WARNINGS)
 
 
 def _send_only(x):
@@ -216,13 +202,10 @@ def _asks_before_it_sends(x, peer):
     return received
 
 
-def _asked(rank, size, backend):
-    assert torch.equal(_compiled(_asks_before_it_sends, backend)(_x(rank), 1 - rank), _x(1 - rank))
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", LITE])
-def test_asking_does_not_wait(ranks, backend):
-    ranks(_asked, backend, group_timeout_s=PATIENCE_S, allow_warnings=ALLOWED_WARNINGS)
+@on_ranks(group_timeout_s=PATIENCE_S, allow_warnings=ALLOWED_WARNINGS)
+def test_asking_does_not_wait(rank, size, backend):
+    assert torch.equal(_compiled(_asks_before_it_sends, backend)(_x(rank), 1 - rank), _x(1 - rank))
 
 
 def _ring(x, size):
@@ -261,7 +244,8 @@ def _async_sum(x):
     return x + x
 
 
-def _kinds(rank, size):
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_tensors_of_all_kinds(rank, size):
     compiled = _compiled(_async_sum, "aot_eager")
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8):
         x = torch.arange(6).to(dtype) + rank
@@ -282,10 +266,6 @@ def _kinds(rank, size):
         assert torch.equal(one, two)
 
 
-def test_tensors_of_all_kinds(ranks):
-    ranks(_kinds, allow_warnings=ALLOWED_WARNINGS)
-
-
 def _aliased(x):
     """Views of one tensor before, between and after."""
     head, tail = x[:2], x[2:]
@@ -296,21 +276,12 @@ def _aliased(x):
     return before, head + tail, x * 1
 
 
-def _views(rank, size, backend):
+@pytest.mark.parametrize("backend", QUICK)
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_views_see_what_arrived(rank, size, backend):
     one, two = _x(rank), _x(rank)
     assert difference(_compiled(_aliased, backend)(one), _aliased(two)) is None
     assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("backend", QUICK)
-def test_views_see_what_arrived(ranks, backend):
-    ranks(_views, backend, allow_warnings=ALLOWED_WARNINGS)
-
-
-def _dynamic(rank, size):
-    compiled = torch.compile(_gathered, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (3, 5, 8):
-        assert difference(compiled(_x(rank, length)), _gathered(_x(rank, length))) is None
 
 
 def _gathered(x):
@@ -322,8 +293,11 @@ def _gathered(x):
     return torch.cat(out), y
 
 
-def test_dynamic_shapes(ranks):
-    ranks(_dynamic, allow_warnings=ALLOWED_WARNINGS)
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_dynamic_shapes(rank, size):
+    compiled = torch.compile(_gathered, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (3, 5, 8):
+        assert difference(compiled(_x(rank, length)), _gathered(_x(rank, length))) is None
 
 
 # --- gradients and whole steps ----------------------------------------------------------------------------
@@ -343,7 +317,9 @@ class Sharded(nn.Module):
         return funcol.all_reduce(torch.tanh(x @ self.up) @ self.down, "sum", self.group)
 
 
-def _tensor_parallel(rank, size, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_gradients_through_a_functional_collective(rank, size, backend):
     ours, theirs = (Sharded(rank, size, dist.group.WORLD) for _ in range(2))
     compiled = _compiled(ours, backend)
     for step in range(2):
@@ -354,11 +330,6 @@ def _tensor_parallel(rank, size, backend):
         torch.testing.assert_close(one.grad, two.grad)
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_through_a_functional_collective(ranks, backend):
-    ranks(_tensor_parallel, backend, allow_warnings=ALLOWED_WARNINGS)
 
 
 def _step(weights, x, target):
@@ -424,7 +395,8 @@ def _multiplied_by_zero(x, w):
     return (w * x).sum() + 0 * y.sum() + 0 * Broadcasting.apply(w).sum()
 
 
-def _backward_stays(_rank, _size):
+@on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+def test_what_is_done_in_backward_is_done_there_and_once(rank, size):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -435,7 +407,3 @@ def _backward_stays(_rank, _size):
         results = []
         assert launches(lambda: results.append(function(x, w))) == ["allreduce"]  # noqa: B023 (called at once)
         assert sorted(launches(lambda: results[0].backward())) == ["allreduce", "broadcast"]  # noqa: B023
-
-
-def test_what_is_done_in_backward_is_done_there_and_once(ranks):
-    ranks(_backward_stays, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)

@@ -35,28 +35,21 @@ def _answer(process):
 
 
 IMPORTS = """
-import json, sys, time
+import json, sys
 import torch, torch.distributed
-before = time.process_time()
 import paceline
-seconds = time.process_time() - before
 model = torch.nn.Linear(2, 2)
 model(torch.ones(1, 2)).sum().backward()
-compiler = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor")
-print(json.dumps({"seconds": seconds, "compiler": [name for name in compiler if name in sys.modules]}))
+slow = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "rich")
+print(json.dumps([name for name in slow if name in sys.modules]))
 """
 
 
-def test_importing_costs_little_and_imports_no_compiler():
-    # Processor time, the best of three: a busy machine makes an import slower, never faster.
-    for _ in range(3):
-        answer = _answer(_start("-c", IMPORTS))
-        assert answer["compiler"] == []
-        if answer["seconds"] < 0.3:
-            return
-    raise AssertionError(f"importing paceline takes {answer['seconds']} s more than importing torch")
+def test_importing_it_imports_no_compiler_and_nothing_else_that_is_slow():
+    assert _answer(_start("-c", IMPORTS)) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", [1, 2, 3, 4, 5])
 def test_what_torch_traces_keeps_its_graphs(fake_outcomes, plain_outcomes, point):
     rows = [e.id for e in EXPRESSIONS if e.fake and e.point == point]
@@ -67,6 +60,7 @@ def test_what_torch_traces_keeps_its_graphs(fake_outcomes, plain_outcomes, point
     assert [row for row in traced if fake_outcomes[row].get("graphs") != plain_outcomes[row]["graphs"]] == []
 
 
+@pytest.mark.full
 def test_a_program_that_uses_nothing_of_it_compiles_as_often_to_the_same(fake_outcomes, plain_outcomes):
     assert len(plain_outcomes[NOTHING]["graphs"]) > 8
     assert fake_outcomes[NOTHING] == plain_outcomes[NOTHING]
@@ -114,16 +108,18 @@ def cache(tmp_path_factory):
     return environ
 
 
+@pytest.mark.full
 def test_a_second_run_hits_the_compile_cache(cache):
     second = _answer(_start("-c", CACHED, **cache))
     assert second["hit"] > 0
     assert second["miss"] == second["bypass"] == 0
 
 
+@pytest.mark.full
 def test_a_paceline_that_compiles_its_operators_to_something_else_does_not_hit(cache, tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     with open(tmp_path / "src" / "paceline" / "_torch" / "compilation.py", "a", encoding="utf-8") as lowerings:
-        lowerings.write("# Another edition.\n")
+        lowerings.write("# Another version.\n")
     other = _answer(_start("-c", CACHED, PYTHONPATH=str(tmp_path / "src"), **cache))
     assert other["path"].startswith(str(tmp_path))
     assert other["hit"] == 0
@@ -146,6 +142,7 @@ print(json.dumps(lengths))
 """
 
 
+@pytest.mark.full
 def test_a_group_that_is_made_anew_is_the_default_of_differentiable_collectives():
     # torch's own default would be the group of the first compilation.
     assert _answer(_start("-c", ANOTHER_GROUP)) == [3, 2]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tests.on_ranks import on_ranks
 from tests.tracing.row import Place
 from tests.tracing.runner import ALLOWED_WARNINGS, LIMIT_S, PATIENCE_S
 
@@ -55,81 +56,80 @@ class Holder(nn.Module):
         return x * self.thing.size()
 
 
-def _groups(rank, size, at, case):
-    if case == "collective over two groups":
-        _check(_sum_over, [(at.group,), (at.solo,)], compilations=2)
-    elif case == "async collective over two groups":
-        _check(_sum_over_async, [(at.group,), (at.solo,)], compilations=2)
-    elif case == "size of two groups":
-        _check(lambda x, group: x * group.size(), [(at.group,), (at.solo,)], compilations=2)
-    elif case == "rank in two groups":
-        _check(lambda x, group: x + dist.get_rank(group), [(at.group,), (at.reverse,)], compilations=2)
-    elif case == "the same group again":
-        _check(lambda x, group: x + group.size(), [(at.group,), (dist.group.WORLD,)], compilations=1)
-    elif case == "identity":
-        _check(lambda x, group: x + (group is dist.group.WORLD), [(at.group,), (at.other,)], compilations=2)
-    elif case == "member or not":
-        _check(lambda x, group: x + dist.get_rank(group), [(at.first,), (at.solo,)], compilations=1 if rank == 0 else 2)
-    elif case == "group or None":
-        _check(lambda x, group: x + dist.get_world_size(group), [(None,), (at.solo,)], compilations=2)
-    elif case == "modules that hold groups":
-        one, two = Holder(at.group), Holder(at.solo)
-        _check(lambda x, module: module(x), [(one,), (two,)], compilations=2)
-    elif case == "a module's group is replaced":
-        module = Holder(at.group)
-        compiled, counter = _counted(module)
-        x = torch.ones(2)
-        assert compiled(x).tolist() == [size, size]
-        module.thing = at.solo
-        assert compiled(x).tolist() == [1, 1]
-        assert counter.frame_count == 2
-    elif case == "op":
-        rounds = [(dist.ReduceOp.SUM,), (dist.ReduceOp.MAX,)]
-        _check(_reduced, rounds, compilations=2)
-    elif case == "shapes":
-        compiled, counter = _counted(_sum_over)
-        for length in (4, 6, 8, 10):
-            want, got = torch.arange(float(length)) + rank, torch.arange(float(length)) + rank
-            assert torch.equal(compiled(got, at.group), _sum_over(want, at.group))
-            assert torch.equal(got, want)
-        # Once for the first length, once for any.
-        assert counter.frame_count == 2
-    elif case == "a group is made":
-        compiled, counter = _counted(lambda x: x + dist.get_pg_count())
-        before = dist.get_pg_count()
-        assert compiled(torch.zeros(1)).item() == before
-        dist.new_group([0])
-        assert compiled(torch.zeros(1)).item() == dist.get_pg_count()
-        assert counter.frame_count == (1 if dist.get_pg_count() == before else 2)
-    else:
-        raise AssertionError(case)
-
-
 def _reduced(x, op):
     dist.all_reduce(x, op=op)
     return x + 1
 
 
-GROUPS = (
-    "collective over two groups",
-    "async collective over two groups",
-    "size of two groups",
-    "rank in two groups",
-    "the same group again",
-    "identity",
-    "member or not",
-    "group or None",
-    "modules that hold groups",
-    "a module's group is replaced",
-    "op",
-    "shapes",
-    "a group is made",
-)
+def _a_group_is_replaced(at):
+    module = Holder(at.group)
+    compiled, counter = _counted(module)
+    x = torch.ones(2)
+    assert compiled(x).tolist() == [at.size, at.size]
+    module.thing = at.solo
+    assert compiled(x).tolist() == [1, 1]
+    assert counter.frame_count == 2
+
+
+def _shapes(at):
+    compiled, counter = _counted(_sum_over)
+    for length in (4, 6, 8, 10):
+        want, got = torch.arange(float(length)) + at.rank, torch.arange(float(length)) + at.rank
+        assert torch.equal(compiled(got, at.group), _sum_over(want, at.group))
+        assert torch.equal(got, want)
+    # Once for the first length, once for any.
+    assert counter.frame_count == 2
+
+
+def _a_group_is_made(at):
+    compiled, counter = _counted(lambda x: x + dist.get_pg_count())
+    before = dist.get_pg_count()
+    assert compiled(torch.zeros(1)).item() == before
+    dist.new_group([0])
+    assert compiled(torch.zeros(1)).item() == dist.get_pg_count()
+    assert counter.frame_count == (1 if dist.get_pg_count() == before else 2)
+
+
+def _rank_of(x, group):
+    return x + dist.get_rank(group)
+
+
+def _size_of(x, thing):
+    return x * thing.size()
+
+
+def _is_the_world(x, group):
+    return x + (group is dist.group.WORLD)
+
+
+def _world_size_of(x, group):
+    return x + dist.get_world_size(group)
+
+
+def _call(x, module):
+    return module(x)
+
+
+GROUPS = {
+    "collective over two groups": lambda at: _check(_sum_over, [(at.group,), (at.solo,)], compilations=2),
+    "async collective over two groups": lambda at: _check(_sum_over_async, [(at.group,), (at.solo,)], compilations=2),
+    "size of two groups": lambda at: _check(_size_of, [(at.group,), (at.solo,)], compilations=2),
+    "rank in two groups": lambda at: _check(_rank_of, [(at.group,), (at.reverse,)], compilations=2),
+    "the same group again": lambda at: _check(_size_of, [(at.group,), (dist.group.WORLD,)], compilations=1),
+    "identity": lambda at: _check(_is_the_world, [(at.group,), (at.other,)], compilations=2),
+    "member or not": lambda at: _check(_rank_of, [(at.first,), (at.solo,)], compilations=1 + (at.rank > 0)),
+    "group or None": lambda at: _check(_world_size_of, [(None,), (at.solo,)], compilations=2),
+    "modules that hold groups": lambda at: _check(_call, [(Holder(at.group),), (Holder(at.solo),)], compilations=2),
+    "a module's group is replaced": _a_group_is_replaced,
+    "op": lambda at: _check(_reduced, [(dist.ReduceOp.SUM,), (dist.ReduceOp.MAX,)], compilations=2),
+    "shapes": _shapes,
+    "a group is made": _a_group_is_made,
+}
 
 
 def _all_groups(rank, size):
     at = Place(rank, size)
-    return {case: _failure(_groups, rank, size, at, case) for case in GROUPS}
+    return {name: _failure(case, at) for name, case in GROUPS.items()}
 
 
 def _failure(function, *args):
@@ -162,53 +162,52 @@ def _local_of_current(x):
     return x * DTensor.from_local(x, placements=[Shard(0)]).shape[0]
 
 
-def _objects(_rank, _size, at, case):
-    if case == "equal meshes":
-        _check(lambda x, mesh: x + mesh.get_local_rank("tp"), [(at.grid,), (at.grid_again,)], compilations=1)
-    elif case == "meshes of other shapes":
-        other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        _check(lambda x, mesh: x + mesh.get_local_rank("tp"), [(at.grid,), (other,)], compilations=2)
-    elif case == "slices":
-        _check(lambda x, mesh: x * mesh.size(), [(at.grid["dp"],), (at.grid["tp"],)], compilations=2)
-    elif case == "a slice made anew":
-        _check(lambda x, mesh: x * mesh.size(), [(at.grid["dp"],), (at.grid["dp"],)], compilations=1)
-    elif case == "name of a dimension":
-        _check(lambda x, mesh, name: x * mesh[name].size(), [(at.grid, "dp"), (at.grid, "tp")], compilations=2)
-    elif case == "equal placements":
-        _check(lambda x, p: x + p.is_shard(0), [(Shard(0),), (Shard(0),)], compilations=1)
-    elif case == "other placements":
-        rounds = [(Shard(0),), (Shard(1),), (Replicate(),), (Partial("max"),)]
-        _check(lambda x, p: x + p.is_shard(0) + 2 * p.is_partial("max"), rounds, compilations=4)
-    elif case == "the mesh of a with around the call":
-        compiled, counter = _counted(_local_of_current)
-        for mesh in (at.mesh, at.grid["dp"], at.mesh):
-            with mesh:
-                assert torch.equal(compiled(torch.ones(2)), _local_of_current(torch.ones(2)))
-        assert counter.frame_count == 2
-    elif case == "modules that hold meshes":
-        rounds = [(Holder(at.grid["dp"]),), (Holder(at.grid["tp"]),)]
-        _check(lambda x, module: module(x), rounds, compilations=2)
-    else:
-        raise AssertionError(case)
+def _mesh_around_the_call(at):
+    compiled, counter = _counted(_local_of_current)
+    for mesh in (at.mesh, at.grid["dp"], at.mesh):
+        with mesh:
+            assert torch.equal(compiled(torch.ones(2)), _local_of_current(torch.ones(2)))
+    assert counter.frame_count == 2
 
 
-OBJECTS = (
-    "equal meshes",
-    "meshes of other shapes",
-    "slices",
-    "a slice made anew",
-    "name of a dimension",
-    "equal placements",
-    "other placements",
-    "the mesh of a with around the call",
-    "modules that hold meshes",
-)
+def _other_shape(at):
+    other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    _check(_rank_in_tp, [(at.grid,), (other,)], compilations=2)
+
+
+def _rank_in_tp(x, mesh):
+    return x + mesh.get_local_rank("tp")
+
+
+def _size_of_slice(x, mesh, name):
+    return x * mesh[name].size()
+
+
+def _kind_of(x, placement):
+    return x + placement.is_shard(0) + 2 * placement.is_partial("max")
+
+
+OBJECTS = {
+    "equal meshes": lambda at: _check(_rank_in_tp, [(at.grid,), (at.grid_again,)], compilations=1),
+    "meshes of other shapes": _other_shape,
+    "slices": lambda at: _check(_size_of, [(at.grid["dp"],), (at.grid["tp"],)], compilations=2),
+    "a slice made anew": lambda at: _check(_size_of, [(at.grid["dp"],), (at.grid["dp"],)], compilations=1),
+    "name of a dimension": lambda at: _check(_size_of_slice, [(at.grid, "dp"), (at.grid, "tp")], compilations=2),
+    "equal placements": lambda at: _check(_kind_of, [(Shard(0),), (Shard(0),)], compilations=1),
+    "other placements": lambda at: _check(
+        _kind_of, [(Shard(0),), (Shard(1),), (Replicate(),), (Partial("max"),)], compilations=4
+    ),
+    "the mesh of a with around the call": _mesh_around_the_call,
+    "modules that hold meshes": lambda at: _check(
+        _call, [(Holder(at.grid["dp"]),), (Holder(at.grid["tp"]),)], compilations=2
+    ),
+}
 
 
 def _all_objects(rank, size):
     _fake(8, 5)
     at = Place(5, 8)
-    return {case: _failure(_objects, rank, size, at, case) for case in OBJECTS}
+    return {name: _failure(case, at) for name, case in OBJECTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +227,8 @@ def _who(x):
     return x + dist.get_rank() + 100 * dist.get_world_size() + 1000 * dist.group.WORLD.size()
 
 
-def _worlds(_rank, _size):
+@on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+def test_another_default_group(rank, size):
     """A graph outlives the default group it was compiled for."""
     compiled, counter = _counted(_who)
     assert compiled(torch.zeros(1)).item() == -1
@@ -239,10 +239,6 @@ def _worlds(_rank, _size):
         assert counter.frame_count == number
         dist.destroy_process_group()
     assert compiled(torch.zeros(1)).item() == -1
-
-
-def test_another_default_group(ranks):
-    ranks(_worlds, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
 
 
 class Layer(nn.Module):
@@ -260,7 +256,8 @@ def _gradient(function, module):
     return x.grad.tolist()
 
 
-def _hooks(_rank, _size):
+@on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+def test_hooks(rank, size):
     """Modules of one class with other hooks, and hooks that come and go."""
     plain, tenfold, observed, seen = Layer(), Layer(), Layer(), []
     tenfold.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 10,))
@@ -276,7 +273,3 @@ def _hooks(_rank, _size):
     assert _gradient(compiled, plain) == [30.0, 30.0]
     handle.remove()
     assert _gradient(compiled, plain) == [6.0, 6.0]
-
-
-def test_hooks(ranks):
-    ranks(_hooks, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)

@@ -142,6 +142,7 @@ def _training(_rank, _size, case, backend):
     assert len(_compare(backend, install)) == times
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", INSTALL)
 def test_training_with_hooks(ranks, case):
     ranks(_training, case, "aot_eager", world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)

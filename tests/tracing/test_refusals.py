@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.on_ranks import on_ranks
 from tests.tracing.row import Place
 from tests.tracing.runner import ALLOWED_WARNINGS, LIMIT_S
 
@@ -22,80 +23,10 @@ def _new_group(x):
     return x * dist.new_group([0, 1]).size()
 
 
-def _new_subgroups(x):
-    return x * dist.new_subgroups(1)[0].size()
-
-
-def _new_subgroups_by_enumeration(x):
-    return x * dist.new_subgroups_by_enumeration([[0], [1]])[0].size()
-
-
-def _split_group(x):
-    return x * dist.split_group(split_ranks=[[0, 1]]).size()
-
-
-def _factor(x):
-    dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5))
-    return x + 1
-
-
-def _init_device_mesh(x):
-    return x * init_device_mesh("cpu", (2,)).size()
-
-
-def _device_mesh(x):
-    return x * DeviceMesh("cpu", [0, 1]).size()
-
-
-def _init_process_group(x):
-    dist.init_process_group("gloo")
-    return x + 1
-
-
-def _destroy_process_group(x):
-    dist.destroy_process_group()
-    return x + 1
-
-
 def _all_gather_object(x):
     out = [None, None]
     dist.all_gather_object(out, "an object")
     return x + len(out)
-
-
-def _broadcast_object_list(x):
-    dist.broadcast_object_list(["an object"], 0)
-    return x + 1
-
-
-def _gather_object(x):
-    dist.gather_object("an object", [None, None] if dist.get_rank() == 0 else None, 0)
-    return x + 1
-
-
-def _scatter_object_list(x):
-    dist.scatter_object_list([None], ["a", "b"], 0)
-    return x + 1
-
-
-def _send_object_list(x):
-    dist.send_object_list(["an object"], 1)
-    return x + 1
-
-
-def _recv_object_list(x):
-    dist.recv_object_list([None], 0)
-    return x + 1
-
-
-def _future(x):
-    work = dist.all_reduce(x, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def _source_rank(x):
-    work = dist.irecv(x, 0)
-    return x + work._source_rank()
 
 
 def _with_mesh(x):
@@ -103,26 +34,34 @@ def _with_mesh(x):
         return x + 1
 
 
+OUTSIDE = ("before", "outside", "argument")
+TENSORS = ("tensor", "outside")
 # (function, words one of which the hint has: what to write instead).
 REFUSED = {
-    "dist.new_group": (_new_group, ("before", "outside", "argument")),
-    "dist.new_subgroups": (_new_subgroups, ("before", "outside", "argument")),
-    "dist.new_subgroups_by_enumeration": (_new_subgroups_by_enumeration, ("before", "outside", "argument")),
-    "dist.split_group": (_split_group, ("before", "outside", "argument")),
-    "dist._make_nccl_premul_sum": (_factor, ("multiply", "scale")),
-    "init_device_mesh": (_init_device_mesh, ("before", "outside", "argument")),
-    "DeviceMesh": (_device_mesh, ("before", "outside", "argument")),
+    "dist.new_group": (_new_group, OUTSIDE),
+    "dist.new_subgroups": (lambda x: x * dist.new_subgroups(1)[0].size(), OUTSIDE),
+    "dist.new_subgroups_by_enumeration": (
+        lambda x: x * dist.new_subgroups_by_enumeration([[0], [1]])[0].size(),
+        OUTSIDE,
+    ),
+    "dist.split_group": (lambda x: x * dist.split_group(split_ranks=[[0, 1]]).size(), OUTSIDE),
+    "dist._make_nccl_premul_sum": (
+        lambda x: dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5)),
+        ("multiply", "scale"),
+    ),
+    "init_device_mesh": (lambda x: x * init_device_mesh("cpu", (2,)).size(), OUTSIDE),
+    "DeviceMesh": (lambda x: x * DeviceMesh("cpu", [0, 1]).size(), OUTSIDE),
     "with mesh": (_with_mesh, ("pass",)),
-    "dist.init_process_group": (_init_process_group, ("before", "outside")),
-    "dist.destroy_process_group": (_destroy_process_group, ("after", "outside", "before")),
-    "dist.all_gather_object": (_all_gather_object, ("tensor", "outside")),
-    "dist.broadcast_object_list": (_broadcast_object_list, ("tensor", "outside")),
-    "dist.gather_object": (_gather_object, ("tensor", "outside")),
-    "dist.scatter_object_list": (_scatter_object_list, ("tensor", "outside")),
-    "dist.send_object_list": (_send_object_list, ("tensor", "outside")),
-    "dist.recv_object_list": (_recv_object_list, ("tensor", "outside")),
-    "work.get_future": (_future, ("wait", "outside")),
-    "work._source_rank": (_source_rank, ("recv", "wait", "outside")),
+    "dist.init_process_group": (lambda x: dist.init_process_group("gloo"), ("before", "outside")),
+    "dist.destroy_process_group": (lambda x: dist.destroy_process_group(), ("after", "outside", "before")),
+    "dist.all_gather_object": (_all_gather_object, TENSORS),
+    "dist.broadcast_object_list": (lambda x: dist.broadcast_object_list(["an object"], 0), TENSORS),
+    "dist.gather_object": (lambda x: dist.gather_object("an object", None, 0), TENSORS),
+    "dist.scatter_object_list": (lambda x: dist.scatter_object_list([None], ["a", "b"], 0), TENSORS),
+    "dist.send_object_list": (lambda x: dist.send_object_list(["an object"], 1), TENSORS),
+    "dist.recv_object_list": (lambda x: dist.recv_object_list([None], 0), TENSORS),
+    "work.get_future": (lambda x: dist.all_reduce(x, async_op=True).get_future(), ("wait", "outside")),
+    "work._source_rank": (lambda x: x + dist.irecv(x, 0)._source_rank(), ("recv", "wait", "outside")),
 }
 
 
@@ -162,7 +101,8 @@ def _part(text, name):
     return " ".join(line.removeprefix(f"{name}:").strip() for line in lines if line.startswith(f"{name}:"))
 
 
-def _breaks(rank, size):
+@on_ranks(allow_warnings=ALLOWED)
+def test_without_fullgraph_it_is_a_graph_break(rank, size):
     """Without fullgraph a refusal is a graph break, and the program works."""
     torch._dynamo.reset()
     compiled = torch.compile(_new_group, backend="eager")
@@ -171,15 +111,12 @@ def _breaks(rank, size):
     assert compiled(torch.ones(2)).tolist() == [3, 3]
 
 
-def test_without_fullgraph_it_is_a_graph_break(ranks):
-    ranks(_breaks, allow_warnings=ALLOWED)
-
-
 def _flattened(x, mesh):
     return x * mesh._flatten("never before").size()
 
 
-def _flatten(rank, size):
+@on_ranks(allow_warnings=ALLOWED)
+def test_flattening_for_the_first_time(rank, size):
     """Flattening for the first time makes a group: that works, or is refused like any making of groups."""
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
     torch._dynamo.reset()
@@ -192,130 +129,30 @@ def _flatten(rank, size):
     assert compiled(torch.ones(2), mesh).tolist() == [size, size]
 
 
-def test_flattening_for_the_first_time(ranks):
-    ranks(_flatten, allow_warnings=ALLOWED)
-
-
 # --- bad input: eager's error -----------------------------------------------------------------------------
 
 
-def _too_short(x, at):
-    out = x.new_empty(3)
-    dist.all_gather_single(out, x)
-    return out
-
-
-def _too_few(x, at):
-    out = [torch.empty_like(x)]
-    dist.all_gather(out, x)
-    return out[0]
-
-
-def _wrong_dtype(x, at):
-    out = [torch.empty_like(x, dtype=torch.float64) for _ in range(2)]
-    dist.all_gather(out, x)
-    return out[0]
-
-
-def _does_not_divide(x, at):
-    out = x.new_empty(3)
-    dist.reduce_scatter_single(out, x)
-    return out
-
-
-def _wrong_splits(x, at):
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, output_split_sizes=[1, 1], input_split_sizes=[1, 1])
-    return out
-
-
-def _no_such_root(x, at):
-    dist.broadcast(x, src=7)
-    return x + 1
-
-
-def _root_not_in_group(x, at):
-    dist.broadcast(x, src=1 - at.rank, group=at.solo)
-    return x + 1
-
-
-def _to_itself(x, at):
-    dist.send(x, dst=at.rank)
-    return x + 1
-
-
-def _no_list_at_root(x, at):
-    dist.gather(x, None, dst=at.rank)
-    return x + 1
-
-
-def _rank_not_in_group(x, at):
-    return x + dist.get_group_rank(at.solo, 1 - at.rank)
-
-
-def _no_such_dimension(x, at):
-    return x + at.grid["pp"].size()
-
-
-def _group_of_no_dimension(x, at):
-    return x + at.grid.get_group("pp").size()
-
-
-def _ambiguous_dimension(x, at):
-    return x + at.grid.get_local_rank()
-
-
-def _empty_batch(x, at):
-    dist.batch_isend_irecv([])
-    return x + 1
-
-
-def _not_an_op(x, at):
-    dist.batch_isend_irecv([dist.P2POp(dist.all_reduce, x, 0)])
-    return x + 1
-
-
-def _not_a_tensor(x, at):
-    dist.all_reduce([x])
-    return x + 1
-
-
-def _not_a_group(x, at):
-    dist.all_reduce(x, group="world")
-    return x + 1
-
-
-def _no_root(x, at):
-    dist.broadcast(x)
-    return x + 1
-
-
-def _two_roots(x, at):
-    dist.broadcast(x, src=0, group_src=0)
-    return x + 1
-
-
-BAD = [
-    _not_a_tensor,
-    _not_a_group,
-    _no_root,
-    _two_roots,
-    _too_short,
-    _too_few,
-    _wrong_dtype,
-    _does_not_divide,
-    _wrong_splits,
-    _no_such_root,
-    _root_not_in_group,
-    _to_itself,
-    _no_list_at_root,
-    _rank_not_in_group,
-    _no_such_dimension,
-    _group_of_no_dimension,
-    _ambiguous_dimension,
-    _empty_batch,
-    _not_an_op,
-]
+BAD = {
+    "not a tensor": lambda x, at: dist.all_reduce([x]),
+    "not a group": lambda x, at: dist.all_reduce(x, group="world"),
+    "no root": lambda x, at: dist.broadcast(x),
+    "two roots": lambda x, at: dist.broadcast(x, src=0, group_src=0),
+    "too short": lambda x, at: dist.all_gather_single(x.new_empty(3), x),
+    "too few": lambda x, at: dist.all_gather([torch.empty_like(x)], x),
+    "wrong dtype": lambda x, at: dist.all_gather([torch.empty_like(x, dtype=torch.float64) for _ in range(2)], x),
+    "does not divide": lambda x, at: dist.reduce_scatter_single(x.new_empty(3), x),
+    "wrong splits": lambda x, at: dist.all_to_all_single(torch.empty_like(x), x, [1, 1], [1, 1]),
+    "no such root": lambda x, at: dist.broadcast(x, src=7),
+    "root not in the group": lambda x, at: dist.broadcast(x, src=1 - at.rank, group=at.solo),
+    "to itself": lambda x, at: dist.send(x, dst=at.rank),
+    "no list at the root": lambda x, at: dist.gather(x, None, dst=at.rank),
+    "rank not in the group": lambda x, at: x + dist.get_group_rank(at.solo, 1 - at.rank),
+    "no such dimension": lambda x, at: x + at.grid["pp"].size(),
+    "group of no dimension": lambda x, at: x + at.grid.get_group("pp").size(),
+    "ambiguous dimension": lambda x, at: x + at.grid.get_local_rank(),
+    "empty batch": lambda x, at: dist.batch_isend_irecv([]),
+    "not an operation": lambda x, at: dist.batch_isend_irecv([dist.P2POp(dist.all_reduce, x, 0)]),
+}
 
 
 def _error(function, *arguments):
@@ -326,10 +163,9 @@ def _error(function, *arguments):
     return "nothing", ""
 
 
-def _both_errors(rank, size, names):
+def _both_errors(rank, size):
     at, answers = Place(rank, size), {}
-    for name in names:
-        function = globals()[name]
+    for name, function in BAD.items():
         torch._dynamo.reset()
         eager = _error(function, torch.arange(4.0), at)
         compiled = _error(torch.compile(function, fullgraph=True, backend="aot_eager"), torch.arange(4.0), at)
@@ -340,15 +176,13 @@ def _both_errors(rank, size, names):
 @pytest.fixture(scope="module")
 def errors(rank_pool):
     """Eager's and the compiled function's error of every bad input, from one run."""
-    return rank_pool.run(
-        _both_errors, [f.__name__ for f in BAD], group_timeout_s=20, allow_warnings=ALLOWED, timeout=LIMIT_S
-    )
+    return rank_pool.run(_both_errors, group_timeout_s=20, allow_warnings=ALLOWED, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("function", BAD)
-def test_bad_input_is_refused_as_in_eager(errors, function):
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_as_in_eager(errors, name):
     for answers in errors:
-        (kind, message), (compiled_kind, compiled_message) = answers[function.__name__]
+        (kind, message), (compiled_kind, compiled_message) = answers[name]
         assert kind != "nothing", "eager has no objection: not a bad input"
         assert compiled_kind not in ("nothing", "InternalTorchDynamoError"), compiled_message
         # The same words: the compiler may put its own around them.
@@ -425,7 +259,9 @@ def test_a_group_this_rank_is_not_in(ranks):
         assert eager[3] or eager[0] == "ValueError" or name.startswith("get"), f"{name} works"
 
 
-def _destroyed(rank, size, backend):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@on_ranks(allow_warnings=ALLOWED)
+def test_a_destroyed_group_in_a_cached_graph(rank, size, backend):
     """Compiled for a group, called after the group was destroyed: a clear error, no hang and no crash."""
     group = dist.new_group([0, 1])
     torch._dynamo.reset()
@@ -433,15 +269,12 @@ def _destroyed(rank, size, backend):
     assert compiled(torch.ones(2), group).tolist() == [3, 3]
     dist.destroy_process_group(group)
     # Of what eager asks about it, this is what it says of a group that is gone.
-    return _error(dist.get_backend, group), _error(compiled, torch.ones(2), group), group.group_name
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_a_destroyed_group_in_a_cached_graph(ranks, backend):
-    for (kind, message), (compiled_kind, compiled_message), name in ranks(_destroyed, backend, allow_warnings=ALLOWED):
-        assert (kind, compiled_kind) == ("ValueError", "ValueError"), (message, compiled_message)
-        assert "is not initialized in the world group map" in compiled_message
-        assert repr(name) in compiled_message
+    name = group.group_name
+    kind, message = _error(dist.get_backend, group)
+    compiled_kind, compiled_message = _error(compiled, torch.ones(2), group)
+    assert (kind, compiled_kind) == ("ValueError", "ValueError"), (message, compiled_message)
+    assert "is not initialized in the world group map" in compiled_message
+    assert repr(name) in compiled_message
 
 
 ASKED = (
@@ -476,18 +309,16 @@ def test_what_is_asked_of_a_destroyed_group_in_a_cached_graph(ranks):
         assert "destroyed" in message
 
 
-def _world_is_gone(rank, size):
+@on_ranks(allow_warnings=ALLOWED)
+def test_a_destroyed_default_group_in_a_cached_graph(rank, size):
     torch._dynamo.reset()
     compiled = torch.compile(_reduced, fullgraph=True, backend="eager")
     assert compiled(torch.ones(2), None).tolist() == [3, 3]
     dist.destroy_process_group()
-    return _error(_reduced, torch.ones(2), None), _error(compiled, torch.ones(2), None)
-
-
-def test_a_destroyed_default_group_in_a_cached_graph(ranks):
-    for (_, message), (kind, compiled_message) in ranks(_world_is_gone, allow_warnings=ALLOWED):
-        assert kind not in ("nothing", "InternalTorchDynamoError"), compiled_message
-        assert _gist(message) in compiled_message, (message, compiled_message)
+    _, message = _error(_reduced, torch.ones(2), None)
+    kind, compiled_message = _error(compiled, torch.ones(2), None)
+    assert kind not in ("nothing", "InternalTorchDynamoError"), compiled_message
+    assert _gist(message) in compiled_message, (message, compiled_message)
 
 
 def _mismatched(x):

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +58,16 @@ def why_no_hosts() -> str | None:
         ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, text=True, check=False
     )
     return f"mount namespaces cannot be made: {tried.stderr.strip()}" if tried.returncode != 0 else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process can be started."""
+
+    enter: list[str]
+    """The command that goes there, which is followed by the one to run."""
+    address: str
+    environ: dict[str, str]
 
 
 class Hosts:
@@ -103,6 +114,10 @@ class Hosts:
         ]
         assert not failed, "\n".join(failed)
         return [answer["value"] for answer in answers]
+
+    def place(self, host: int) -> Place:
+        """Where processes of a host are started by others."""
+        return Place(self._enter(host), f"{_NETWORK}.{host + 1}", {"GLOO_SOCKET_IFNAME": _LINK})
 
     def kill(self, rank: int) -> None:
         """SIGKILL a rank."""
@@ -177,7 +192,7 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": _LINK,
             "OMP_NUM_THREADS": "1",
             # Entering a mount namespace leaves the working directory.
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *(os.path.abspath(path) for path in sys.path if path)]),
             # Hosts are found by trying: what launchers say about them must not matter.
             "LOCAL_WORLD_SIZE": str(size),
             "LOCAL_RANK": str(rank),

@@ -74,6 +74,6 @@ def run_case(rank: int, world_size: int, body: Body) -> Any:
 
 def assert_shared_memory(group: Any) -> None:
     """A group that quietly fell back to gloo would pass everything and prove nothing."""
-    from paceline.transport.process_group import ShmProcessGroup
+    from paceline.transport.c10d.process_group import ShmProcessGroup
 
     assert isinstance(group, ShmProcessGroup), f"not the shared-memory transport: {type(group).__name__}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.errors import PacelineError
-from paceline.transport.kernel import Job
+from paceline.transport.shm.kernel import Job
 
 from .processes import TIMEOUT_S, Rank
 from .programs import all_reduce
@@ -21,11 +21,11 @@ ALARM_S = 0.15
 
 
 def _recv(rank: Rank, into: torch.Tensor, frm: int, tag: int) -> Job:
-    return rank.channel.recv(into.data_ptr(), into.nbytes, frm, tag, timeout_s=TIMEOUT_S, keep=into)
+    return rank.endpoint.recv(into.data_ptr(), into.nbytes, frm, tag, timeout_s=TIMEOUT_S, keep=into)
 
 
 def _send(rank: Rank, tensor: torch.Tensor, to: int, tag: int) -> Job:
-    return rank.channel.send(tensor.data_ptr(), tensor.nbytes, to, tag, timeout_s=TIMEOUT_S, keep=tensor)
+    return rank.endpoint.send(tensor.data_ptr(), tensor.nbytes, to, tag, timeout_s=TIMEOUT_S, keep=tensor)
 
 
 def _raise(*_: object) -> None:
@@ -44,7 +44,7 @@ def _during(wait: Callable[[], Any], handler: Callable[..., None] = _raise) -> s
 
 
 def is_interrupted(rank: Rank) -> list[str]:
-    """Rank 0 is called away from all kinds of waits, of which only the last, inside a collective, ends the group."""
+    """Rank 0 is called away from all kinds of waits. Only the last of them, inside a collective, ends the group."""
     go, message, reduced = torch.ones(1), torch.zeros(1), torch.ones(100_000)
     if rank.rank == 1:
         _recv(rank, go, 0, 1).wait()
@@ -82,16 +82,16 @@ def is_aborted_while_it_closes(rank: Rank) -> str:
         return "nothing"
     rank.settle()
     job = all_reduce(rank, torch.ones(10), inline=False)
-    closing = threading.Thread(target=rank.channel.close)
+    closing = threading.Thread(target=rank.endpoint.close)
     closing.start()
-    while rank.channel._channel is not None:
+    while rank.endpoint._endpoint is not None:
         time.sleep(0)
     assert not job.done()
-    rank.channel.abort()
+    rank.endpoint.abort()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
     # Whoever gives up late finds nobody to tell, and that is no error.
-    rank.channel.poison("too late", blamed=None)
-    rank.channel.abort()
+    rank.endpoint.poison("too late", blamed=None)
+    rank.endpoint.abort()
     job.wait()
     return "nothing"

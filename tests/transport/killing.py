@@ -151,7 +151,7 @@ def start_group(path: str, *, rank: int, world_size: int, timeout_s: float = 30.
 
 def die_at(phase: str, *, count: int = 0, action: Any = "kill") -> None:
     """From now on this process dies (or stops) when the kernel reaches ``phase``."""
-    from paceline.transport import kernel
+    from paceline.transport.shm import kernel
 
     kernel.fail_at(phase, count=count, action=action)
 
@@ -314,7 +314,7 @@ def _die(plan: Plan, rank: int, directory: str) -> None:
 
 def _die_while_meeting() -> None:
     """Die while a segment of this rank has a name: the next rank that makes one has to clear it away."""
-    from paceline.transport.segment import Segment
+    from paceline.transport.shm.segment import Segment
 
     original = Segment.create
 
@@ -389,7 +389,7 @@ def soak(runs: int, *, seed: int = 0, progress: Callable[[str], None] = lambda l
 
 def _clear_away() -> None:
     """Whoever makes the next segment removes those of the dead: be that one."""
-    from paceline.transport.segment import Segment
+    from paceline.transport.shm.segment import Segment
 
     with Segment.create(1):
         pass

@@ -101,7 +101,7 @@ def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[
     plan = Plan(**planned)
     call = (COLLECTIVES | MESSAGES | MAKING)[plan.call]
     start_group(path, rank=rank, world_size=world_size)
-    assert type(dist.group.WORLD).__name__ == "HostsProcessGroup"
+    assert "hosts" in dist.group.WORLD.carried
     call()
     obituary = Obituary(plan.victim)
     # All have its number by now.
@@ -120,8 +120,8 @@ def die(rank: int, world_size: int, path: str, planned: dict[str, Any]) -> dict[
 
 def _prepare(plan: Plan, kill: Callable[[], None]) -> None:
     from paceline import _torch
-    from paceline.transport.leaders import Leaders
-    from paceline.transport.messages import Messages
+    from paceline.transport.hosts.leaders import Leaders
+    from paceline.transport.hosts.messages import Messages
 
     if plan.phase == "idle":
         kill()
@@ -187,21 +187,21 @@ def _kill() -> None:
 
 def _kill_with_lines() -> None:
     """Not before the others can hear of it: docs/transport.md promises nothing for the milliseconds before."""
-    while _default_store().add("lines", 0) < WORLD_SIZE:
-        time.sleep(0.001)
+    _default_store().wait(["all have lines"])
     _kill()
 
 
 def _count_lines() -> None:
-    """In the store: how many ranks have their lines to the others in the group that is about to be made."""
-    from paceline.transport import hosts
+    """Note in the store when all ranks have their lines to the others in the group that is about to be made."""
+    from paceline.transport.hosts import several_hosts as hosts
 
-    class Counted(hosts.Lines):
+    class Counted(hosts.PeerReports):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            _default_store().add("lines", 1)
+            if _default_store().add("lines", 1) == WORLD_SIZE:
+                _default_store().set("all have lines", "yes")
 
-    hosts.Lines = Counted
+    hosts.PeerReports = Counted
 
 
 def _default_store() -> dist.Store:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from paceline.transport.kernel import Channel, control_nbytes
+from paceline.transport.shm.kernel import Endpoint, control_nbytes
 
 TIMEOUT_S = 60.0
 _SHM = Path("/dev/shm")
@@ -67,7 +67,7 @@ def segment_path() -> Iterator[Path]:
 class Rank:
     """What a program is given."""
 
-    channel: Channel
+    endpoint: Endpoint
     rank: int
     size: int
     control: Segment
@@ -77,7 +77,7 @@ class Rank:
 
     def settle(self) -> None:
         """Wait until every rank has come here."""
-        self.channel.barrier(timeout_s=TIMEOUT_S, inline=True).wait()
+        self.endpoint.barrier(timeout_s=TIMEOUT_S, inline=True).wait()
 
     def arena(self, number: int, nbytes: int) -> Segment:
         """A collective: shared memory of every rank, mapped by all and registered."""
@@ -89,7 +89,7 @@ class Rank:
         ]
         self.settle()
         Path(f"{path}{self.rank}").unlink()
-        self.channel.register_arena(number, [s.address for s in segments], nbytes)
+        self.endpoint.register_arena(number, [s.address for s in segments], nbytes)
         self.arenas[number] = own
         self._others.extend(segments)
         return own
@@ -100,15 +100,15 @@ def _run(program: Program, rank: int, size: int, path: Path, answers: Connection
     try:
         nbytes = control_nbytes(size)
         control = Segment(path, nbytes, create=False)
-        channel = Channel(
+        endpoint = Endpoint(
             address=control.address, nbytes=nbytes, fd=control.fd, rank=rank, size=size, create=rank == 0,
             names=[10 + r for r in range(size)],
         )  # fmt: skip
         answers.send("joined")
         assert answers.recv() == "go"
         begin = time.monotonic()
-        value = program(Rank(channel, rank, size, control, path), **kwargs)
-        channel.close()
+        value = program(Rank(endpoint, rank, size, control, path), **kwargs)
+        endpoint.close()
         answers.send(Outcome(rank, value=value))
     except BaseException as error:
         if type(error).__module__ != "paceline.errors":

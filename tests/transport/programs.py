@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.transport import kernel
-from paceline.transport.codes import DTYPES, Kind, Op
-from paceline.transport.kernel import Job
+from paceline.transport.shm.codes import DTYPES, Kind, Op
+from paceline.transport.shm.kernel import Job
 from tests.transport.processes import TIMEOUT_S, Rank
 
 # Ranks share the cores.
@@ -40,11 +38,11 @@ def data(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randint(0, 120, (count,), generator=generator).to(dtype)
 
 
-def fold(inputs: list[Tensor], op: Op, scale: float | None = None) -> Tensor:
+def fold(inputs: list[Tensor], op: Op) -> Tensor:
     """The reference: in rank order, 16-bit floats in float32 and rounded once."""
     dtype = inputs[0].dtype
     if dtype.is_complex:
-        return torch.view_as_complex(fold([torch.view_as_real(t) for t in inputs], op, scale))
+        return torch.view_as_complex(fold([torch.view_as_real(t) for t in inputs], op))
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         wide = torch.int64  # small values: torch has no arithmetic for these
@@ -58,7 +56,7 @@ def fold(inputs: list[Tensor], op: Op, scale: float | None = None) -> Tensor:
         Op.BOR: torch.Tensor.__or__,
         Op.BXOR: torch.Tensor.__xor__,
     }
-    wides = [t.to(wide) if scale is None else t.to(wide) * scale for t in inputs]
+    wides = [t.to(wide) for t in inputs]
     total = wides[0]
     for t in wides[1:]:
         total = steps[op](total, t)
@@ -73,12 +71,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def all_reduce(
     rank: Rank, t: Tensor, op: Op = Op.SUM, *, out: Tensor | None = None, inline: bool = True,
-    scale: float | None = None, timeout_s: float = TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> Job:  # fmt: skip
     out = t if out is None else out
-    return rank.channel.all_reduce(
+    return rank.endpoint.all_reduce(
         t.data_ptr(), out.data_ptr(), t.numel(), DTYPES[t.dtype], op,
-        scale=scale, timeout_s=timeout_s, inline=inline, keep=(t, out),
+        timeout_s=timeout_s, inline=inline, keep=(t, out),
     )  # fmt: skip
 
 
@@ -121,12 +119,12 @@ def reduces_tensors_here(rank: Rank) -> None:
         if dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
             inputs = [t - 60 for t in inputs]
         mine = inputs[rank.rank].clone().view(10, 1, 100)
-        done = rank.channel.all_reduce_here(mine, op, TIMEOUT_S)
+        done = rank.endpoint.all_reduce_here(mine, op, TIMEOUT_S)
         assert done is not dtype.is_complex, (dtype, op)
         assert same_bits(mine.flatten(), fold(inputs, op) if done else inputs[rank.rank]), (dtype, op)
     for tensor in (torch.tensor(2.0), torch.empty(0, 3), torch.nn.Parameter(torch.ones(3))):
-        assert rank.channel.all_reduce_here(tensor.detach().clone(), Op.SUM, TIMEOUT_S)
-        assert rank.channel.all_reduce_here(tensor, Op.SUM, TIMEOUT_S)
+        assert rank.endpoint.all_reduce_here(tensor.detach().clone(), Op.SUM, TIMEOUT_S)
+        assert rank.endpoint.all_reduce_here(tensor, Op.SUM, TIMEOUT_S)
 
 
 def leaves_other_tensors_alone(rank: Rank) -> None:
@@ -142,9 +140,9 @@ def leaves_other_tensors_alone(rank: Rank) -> None:
         torch.ones(2).to(torch.float8_e4m3fn),
         torch.ones(2).as_subclass(OtherTensor),
     ]
-    assert [rank.channel.all_reduce_here(tensor, Op.SUM, TIMEOUT_S) for tensor in others] == [False] * len(others)
-    assert not rank.channel.all_reduce_here(torch.ones(2), Op.BOR, TIMEOUT_S)
-    assert not rank.channel.all_reduce_here(torch.ones(2), len(Op), TIMEOUT_S)
+    assert [rank.endpoint.all_reduce_here(tensor, Op.SUM, TIMEOUT_S) for tensor in others] == [False] * len(others)
+    assert not rank.endpoint.all_reduce_here(torch.ones(2), Op.BOR, TIMEOUT_S)
+    assert not rank.endpoint.all_reduce_here(torch.ones(2), len(Op), TIMEOUT_S)
 
 
 class OtherTensor(Tensor):
@@ -174,17 +172,8 @@ def every_half_survives_the_conversion(rank: Rank) -> None:
         assert same_bits(mine[~mine.isnan()], want[~want.isnan()])
 
 
-def scales_inputs(rank: Rank) -> None:
-    for dtype, count in itertools.product(FLOATS + COMPLEX, (5, 9000, 300_000)):
-        inputs = [data(r, count, dtype) for r in range(rank.size)]
-        for op in (Op.SUM, Op.AVG):
-            mine = inputs[rank.rank].clone()
-            all_reduce(rank, mine, op, scale=1 / 3).wait()
-            assert same_bits(mine, fold(inputs, op, scale=1 / 3)), f"{dtype} {count} {op.name}"
-
-
 def exchanges(rank: Rank) -> None:
-    me, size, channel = rank.rank, rank.size, rank.channel
+    me, size, endpoint = rank.rank, rank.size, rank.endpoint
     common = {"timeout_s": TIMEOUT_S, "keep": None, "dtype": torch.int32}
     for turn, count in enumerate((0, 3, 50_000, 1_500_000)):
         inline = turn % 2 == 0
@@ -192,7 +181,7 @@ def exchanges(rank: Rank) -> None:
         nothing = torch.empty(0, dtype=torch.int32)
 
         gathered = [torch.empty(count, dtype=torch.int32) for _ in range(size)]
-        channel.exchange(
+        endpoint.exchange(
             pieces([inputs[me]]), pieces(gathered), same=True, kind=Kind.ALL_GATHER, inline=inline, **common
         ).wait()
         assert all(same_bits(a, b) for a, b in zip(gathered, inputs, strict=True)), "all_gather"
@@ -200,7 +189,7 @@ def exchanges(rank: Rank) -> None:
         root = size - 1
         mine = inputs[root].clone() if me == root else torch.zeros(count, dtype=torch.int32)
         recvs = [mine if r == root else nothing for r in range(size)]
-        channel.exchange(
+        endpoint.exchange(
             pieces([mine if me == root else nothing]), pieces(recvs), same=True, kind=Kind.BROADCAST, root=root,
             inline=inline, **common,
         ).wait()  # fmt: skip
@@ -212,13 +201,13 @@ def exchanges(rank: Rank) -> None:
 
         sends = [piece(me, d) for d in range(size)]
         outs = [torch.empty_like(piece(s, me)) for s in range(size)]
-        channel.exchange(pieces(sends), pieces(outs), same=False, kind=Kind.ALL_TO_ALL, inline=inline, **common).wait()
+        endpoint.exchange(pieces(sends), pieces(outs), same=False, kind=Kind.ALL_TO_ALL, inline=inline, **common).wait()
         assert all(same_bits(out, piece(s, me)) for s, out in enumerate(outs)), "all_to_all"
 
         # Both of these at once: a gather to rank 0 and a scatter from rank 0.
         sends = [inputs[me] if me == 0 or d == 0 else nothing for d in range(size)]
         outs = [torch.zeros(count if me == 0 or s == 0 else 0, dtype=torch.int32) for s in range(size)]
-        channel.exchange(pieces(sends), pieces(outs), same=False, kind=Kind.GATHER, inline=inline, **common).wait()
+        endpoint.exchange(pieces(sends), pieces(outs), same=False, kind=Kind.GATHER, inline=inline, **common).wait()
         assert all(same_bits(out, inputs[s]) for s, out in enumerate(outs) if out.numel()), "gather"
 
 
@@ -228,7 +217,7 @@ def reduce_exchanges(rank: Rank) -> None:
         counts = [base + 5 * d if d % 3 != 2 else 0 for d in range(size)]
         inputs = [[data(10 * s + d, counts[d], torch.float32) for d in range(size)] for s in range(size)]
         out = torch.empty(counts[me])
-        rank.channel.reduce_exchange(
+        rank.endpoint.reduce_exchange(
             [t.data_ptr() for t in inputs[me]], counts, out.data_ptr(), dtype=DTYPES[torch.float32], op=Op.SUM,
             kind=Kind.REDUCE_SCATTER, timeout_s=TIMEOUT_S, inline=turn % 2 == 0, keep=None,
         ).wait()  # fmt: skip
@@ -236,7 +225,7 @@ def reduce_exchanges(rank: Rank) -> None:
 
         counts = [base if d == 1 else 0 for d in range(size)]
         mine = inputs[me][0][:base].clone()
-        rank.channel.reduce_exchange(
+        rank.endpoint.reduce_exchange(
             [mine.data_ptr()] * size, counts, mine.data_ptr(), dtype=DTYPES[torch.float32], op=Op.MAX,
             kind=Kind.REDUCE, root=1, timeout_s=TIMEOUT_S, inline=turn % 2 == 0, keep=None,
         ).wait()  # fmt: skip
@@ -265,7 +254,7 @@ def reduces_in_arenas(rank: Rank) -> None:
     check([first if r == 0 else second for r in range(size)], "in different arenas")
     check([private] * size, "out of private memory into an arena", out=first)
     for number in (3, 4):
-        rank.channel.unregister_arena(number)
+        rank.endpoint.unregister_arena(number)
     check([first] * size, "in shared memory that is no arena any more")
 
 
@@ -341,22 +330,21 @@ def disagrees(rank: Rank) -> list[str]:
     expect(all_reduce(rank, torch.ones(100_000 if odd else 10)))
     expect(all_reduce(rank, torch.ones(10, dtype=torch.int32 if odd else torch.float32)))
     expect(all_reduce(rank, torch.ones(10), Op.MAX if odd else Op.SUM))
-    expect(all_reduce(rank, torch.ones(10), scale=0.5 if odd else None))
-    expect(rank.channel.barrier(timeout_s=TIMEOUT_S, inline=True) if odd else all_reduce(rank, torch.ones(90_000)))
+    expect(rank.endpoint.barrier(timeout_s=TIMEOUT_S, inline=True) if odd else all_reduce(rank, torch.ones(90_000)))
     t = torch.ones(100)
     recvs = [(t.data_ptr(), 80 if odd else 40)] * rank.size
     bytes_of = {"same": True, "dtype": t.dtype, **keep}
-    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.ALL_GATHER, **bytes_of))
-    expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.BROADCAST, root=int(odd), **bytes_of))
+    expect(rank.endpoint.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.ALL_GATHER, **bytes_of))
+    expect(rank.endpoint.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.BROADCAST, root=int(odd), **bytes_of))
     recvs = [(t.data_ptr(), 40)] * rank.size
     for dtypes in ((torch.float32, torch.int32), (torch.float8_e5m2, torch.float8_e4m3fn)):
         bytes_of["dtype"] = dtypes[odd]
-        expect(rank.channel.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.ALL_GATHER, **bytes_of))
+        expect(rank.endpoint.exchange([(t.data_ptr(), 40)], recvs, kind=Kind.ALL_GATHER, **bytes_of))
     # What has no bytes goes with any dtype.
     bytes_of["dtype"] = torch.int8 if odd else torch.float32
-    rank.channel.exchange([(0, 0)], [(0, 0)] * rank.size, kind=Kind.ALL_GATHER, **bytes_of).wait()
+    rank.endpoint.exchange([(0, 0)], [(0, 0)] * rank.size, kind=Kind.ALL_GATHER, **bytes_of).wait()
     expect(
-        rank.channel.reduce_exchange(
+        rank.endpoint.reduce_exchange(
             [t.data_ptr()] * rank.size, [3, 1] if odd else [1, 3], t.data_ptr(), dtype=0, op=Op.SUM,
             kind=Kind.REDUCE_SCATTER, **keep,
         )
@@ -367,14 +355,9 @@ def disagrees(rank: Rank) -> list[str]:
 def is_refused(rank: Rank) -> list[str]:
     """What is wrong on its own is refused before other ranks are involved."""
     said = []
-    for dtype, op, scale in (
-        (torch.float32, Op.BAND, None),
-        (torch.int32, Op.AVG, None),
-        (torch.complex64, Op.MAX, None),
-        (torch.int32, Op.SUM, 0.5),
-    ):
+    for dtype, op in ((torch.float32, Op.BAND), (torch.int32, Op.AVG), (torch.complex64, Op.MAX)):
         try:
-            all_reduce(rank, torch.ones(2, dtype=dtype), op, scale=scale).wait()
+            all_reduce(rank, torch.ones(2, dtype=dtype), op).wait()
         except PacelineError as error:
             said.append(f"{type(error).__name__}: {error}")
     rank.settle()
@@ -384,69 +367,9 @@ def is_refused(rank: Rank) -> list[str]:
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def a_collective(rank: Rank, what: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Run one of several collectives; large ones have many rounds."""
-    common = {"timeout_s": timeout_s, "keep": None, "inline": True}
-    if what == "barrier":
-        rank.channel.barrier(timeout_s=timeout_s, inline=True).wait()
-    elif what in ("small", "large", "queued"):
-        t = torch.ones(1000 if what == "small" else 1_000_000)
-        all_reduce(rank, t, timeout_s=timeout_s, inline=what != "queued").wait()
-    elif what == "zero_copy":
-        arena = rank.arenas.get(1) or rank.arena(1, 1 << 20)
-        all_reduce(rank, torch.frombuffer(arena.map, dtype=torch.float32), timeout_s=timeout_s).wait()
-    elif what == "exchange":
-        t = torch.ones(1_000_000)
-        outs = [torch.empty_like(t) for _ in range(rank.size)]
-        rank.channel.exchange(
-            pieces([t]), pieces(outs), same=True, kind=Kind.ALL_GATHER, dtype=t.dtype, **common
-        ).wait()
-    elif what == "reduce_exchange":
-        t = torch.ones(1_000_000)
-        rank.channel.reduce_exchange(
-            [t.data_ptr()] * rank.size, [t.numel()] * rank.size, t.data_ptr(), dtype=0, op=Op.SUM,
-            kind=Kind.REDUCE_SCATTER, **common,
-        ).wait()  # fmt: skip
-    elif what == "message":
-        t = torch.ones(1_000_000)
-        victim = rank.size - 1
-        if rank.rank == victim:
-            send = rank.channel.send(t.data_ptr(), t.nbytes, 0, 0, timeout_s=timeout_s, keep=t)
-            recv = rank.channel.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=timeout_s, keep=t)
-        else:
-            send = rank.channel.send(t.data_ptr(), t.nbytes, victim, 0, timeout_s=timeout_s, keep=t)
-            recv = rank.channel.recv(t.data_ptr(), t.nbytes, victim, 0, timeout_s=timeout_s, keep=t)
-        send.wait()
-        recv.wait()
-    else:
-        raise AssertionError(what)
-
-
-def one_fails(rank: Rank, *, what: str, phase: str, count: int, action: kernel.Action, timeout_s: float) -> None:
-    """The last rank fails in a phase of a collective; the others find out."""
-    a_collective(rank, what)
-    if rank.rank == rank.size - 1:
-        kernel.fail_at(phase, count=count, action=action)
-    for _ in range(3):
-        a_collective(rank, what, timeout_s)
-
-
-def one_is_killed_while_others_sleep(rank: Rank) -> None:
-    rank.settle()
-    if rank.rank == rank.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    rank.settle()
-
-
-def one_leaves(rank: Rank) -> None:
-    rank.settle()
-    if rank.rank != 0:
-        rank.settle()
-
-
 def one_poisons(rank: Rank) -> None:
     if rank.rank == 1:
-        rank.channel.poison("the dog ate the gradients", blamed=11)
+        rank.endpoint.poison("the dog ate the gradients", blamed=11)
     t = torch.ones(100_000)
     all_reduce(rank, t).wait()
 
@@ -455,17 +378,17 @@ def one_aborts(rank: Rank) -> None:
     """Ranks 1 and 2 are in a collective that rank 0, which waits for a message, never joins; rank 2 aborts."""
     t = torch.ones(10)
     if rank.rank == 0:
-        rank.channel.recv(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+        rank.endpoint.recv(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t).wait()
         return
     job = all_reduce(rank, t, inline=False)
     if rank.rank == 2:
-        rank.channel.abort()
+        rank.endpoint.abort()
     job.wait()
 
 
 def stays_poisoned(rank: Rank) -> list[str]:
     rank.settle()
-    rank.channel.poison("one", blamed=None)
+    rank.endpoint.poison("one", blamed=None)
     said = []
     for _ in range(2):
         try:
@@ -480,7 +403,7 @@ def forks(rank: Rank) -> str:
     rank.settle()
     other, t = 1 - rank.rank, torch.ones(1)
     common = {"timeout_s": TIMEOUT_S, "keep": t}
-    pending = rank.channel.recv(t.data_ptr(), t.nbytes, other, 0, **common)
+    pending = rank.endpoint.recv(t.data_ptr(), t.nbytes, other, 0, **common)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -489,13 +412,13 @@ def forks(rank: Rank) -> str:
                 call()
             except PacelineError as error:
                 os.write(write, f"{type(error).__name__}: {error}\n".encode())
-        rank.channel.close()
+        rank.endpoint.close()
         os.close(rank.control.fd)
         os._exit(0)
     os.waitpid(pid, 0)
     said = os.read(read, 1000).decode()
     # Still a rank, and its lock still says so.
-    rank.channel.send(t.data_ptr(), t.nbytes, other, 0, **common).wait()
+    rank.endpoint.send(t.data_ptr(), t.nbytes, other, 0, **common).wait()
     pending.wait()
     for _ in range(3):
         rank.settle()
@@ -506,13 +429,13 @@ def forks(rank: Rank) -> str:
 
 
 def sends_and_receives(rank: Rank) -> None:
-    me, size, channel = rank.rank, rank.size, rank.channel
+    me, size, endpoint = rank.rank, rank.size, rank.endpoint
     timeout = {"timeout_s": TIMEOUT_S}
     after, before = (me + 1) % size, (me - 1) % size
     for count in (0, 1, 1000, 400_000):
         out, into = data(me, count, torch.float32), torch.empty(count)
-        sent = channel.send(out.data_ptr(), out.nbytes, after, 5, keep=out, **timeout)
-        received = channel.recv(into.data_ptr(), into.nbytes, before, 5, keep=into, **timeout)
+        sent = endpoint.send(out.data_ptr(), out.nbytes, after, 5, keep=out, **timeout)
+        received = endpoint.recv(into.data_ptr(), into.nbytes, before, 5, keep=into, **timeout)
         received.wait()
         sent.wait()
         assert received.source == before
@@ -522,7 +445,7 @@ def sends_and_receives(rank: Rank) -> None:
 
 def receives_in_any_order(rank: Rank) -> None:
     """Tags are received in another order than sent, more bytes than a ring holds are set aside, sources mix."""
-    me, size, channel = rank.rank, rank.size, rank.channel
+    me, size, endpoint = rank.rank, rank.size, rank.endpoint
     timeout = {"timeout_s": TIMEOUT_S}
     tags = range(6)
 
@@ -533,7 +456,7 @@ def receives_in_any_order(rank: Rank) -> None:
         sends = []
         for tag in tags:
             t = message(me, tag)
-            sends.append(channel.send(t.data_ptr(), t.nbytes, 0, tag, keep=t, **timeout))
+            sends.append(endpoint.send(t.data_ptr(), t.nbytes, 0, tag, keep=t, **timeout))
         for job in sends:
             job.wait()
         rank.settle()
@@ -542,13 +465,13 @@ def receives_in_any_order(rank: Rank) -> None:
         if tag % 2:
             for source in reversed(range(1, size)):
                 into = torch.empty_like(message(source, tag))
-                channel.recv(into.data_ptr(), into.nbytes, source, tag, keep=into, **timeout).wait()
+                endpoint.recv(into.data_ptr(), into.nbytes, source, tag, keep=into, **timeout).wait()
                 assert same_bits(into, message(source, tag))
         else:
             seen = set()
             for _ in range(1, size):
                 into = torch.empty_like(message(1, tag))
-                job = channel.recv(into.data_ptr(), into.nbytes, None, tag, keep=into, **timeout)
+                job = endpoint.recv(into.data_ptr(), into.nbytes, None, tag, keep=into, **timeout)
                 job.wait()
                 assert same_bits(into, message(job.source, tag))
                 seen.add(job.source)
@@ -561,10 +484,10 @@ def messages_do_not_overtake(rank: Rank) -> None:
     for i in range(200):
         if rank.rank == 0:
             t = torch.full((1 + 300 * (i % 7),), float(i))
-            rank.channel.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t)
+            rank.endpoint.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t)
         else:
             t = torch.empty(1 + 300 * (i % 7))
-            rank.channel.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+            rank.endpoint.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
             assert (t == i).all()
     rank.settle()
 
@@ -572,10 +495,10 @@ def messages_do_not_overtake(rank: Rank) -> None:
 def receives_what_a_rank_sent_before_it_left(rank: Rank) -> None:
     t = torch.full((1000,), 4.0)
     if rank.rank == 0:
-        rank.channel.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t)
+        rank.endpoint.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=TIMEOUT_S, keep=t)
         return
     t.zero_()
-    rank.channel.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+    rank.endpoint.recv(t.data_ptr(), t.nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
     assert (t == 4).all()
 
 
@@ -583,10 +506,10 @@ def receives_wrong_sizes(rank: Rank) -> list[str]:
     t, said = torch.ones(100), []
     for nbytes in (40, 400):
         if rank.rank == 0:
-            rank.channel.send(t.data_ptr(), 80, 1, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+            rank.endpoint.send(t.data_ptr(), 80, 1, 0, timeout_s=TIMEOUT_S, keep=t).wait()
             continue
         try:
-            rank.channel.recv(t.data_ptr(), nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
+            rank.endpoint.recv(t.data_ptr(), nbytes, 0, 0, timeout_s=TIMEOUT_S, keep=t).wait()
         except PacelineError as error:
             said.append(f"{type(error).__name__}: {error}")
     sends_and_receives(rank)
@@ -598,7 +521,7 @@ def waits_for_a_message_in_vain(rank: Rank) -> list[str]:
     if rank.rank == 1:
         for source in (0, None):
             try:
-                rank.channel.recv(t.data_ptr(), t.nbytes, source, 9, timeout_s=0.1, keep=t).wait()
+                rank.endpoint.recv(t.data_ptr(), t.nbytes, source, 9, timeout_s=0.1, keep=t).wait()
             except PacelineError as error:
                 said.append(f"{type(error).__name__}: {error}")
     # A message that did not come is not the end of the group.
@@ -607,16 +530,16 @@ def waits_for_a_message_in_vain(rank: Rank) -> list[str]:
 
 
 def waits_for_a_little_while(rank: Rank) -> str:
-    job = rank.channel.barrier(timeout_s=TIMEOUT_S, inline=False) if rank.rank == 0 else None
+    job = rank.endpoint.barrier(timeout_s=TIMEOUT_S, inline=False) if rank.rank == 0 else None
     said = "nothing"
     if job is not None:
         try:
             job.wait(0.05)
         except PacelineError as error:
             said = f"{type(error).__name__}: {error}"
-        rank.channel.send(0, 0, 1, 0, timeout_s=TIMEOUT_S, keep=None).wait()
+        rank.endpoint.send(0, 0, 1, 0, timeout_s=TIMEOUT_S, keep=None).wait()
         job.wait()
     else:
-        rank.channel.recv(0, 0, 0, 0, timeout_s=TIMEOUT_S, keep=None).wait()
+        rank.endpoint.recv(0, 0, 0, 0, timeout_s=TIMEOUT_S, keep=None).wait()
         rank.settle()
     return said

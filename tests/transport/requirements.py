@@ -9,7 +9,7 @@ import pytest
 
 @functools.cache
 def _why_not() -> str | None:
-    from paceline.transport import kernel
+    from paceline.transport.shm import kernel
 
     return kernel.reason_unavailable()
 

@@ -84,37 +84,23 @@ def _dies_in(rank, world_size, victim, call, phase, count):
     return loss
 
 
-@pytest.mark.parametrize("phase", PHASES["small all_reduce"])
-def test_killed_at_every_phase_of_a_small_one(ranks, phase):
-    losses = _losses(ranks, _dies_in, 1, "small all_reduce", phase, 0, victim=1)
-    _check(losses, victim=1, world_size=2)
-
-
-@pytest.mark.parametrize("phase", PHASES["large all_reduce"])
-def test_killed_at_every_phase_of_a_large_one(ranks, phase):
-    losses = _losses(ranks, _dies_in, 0, "large all_reduce", phase, 0, victim=0)
-    _check(losses, victim=0, world_size=2)
-
-
-@pytest.mark.parametrize(("call", "phase"), ELSEWHERE.items())
-def test_killed_in_every_collective(ranks, call, phase):
-    assert phase in PHASES[call]
-    _check(_losses(ranks, _dies_in, 1, call, phase, 0, victim=1), victim=1, world_size=2)
-
-
 @pytest.mark.parametrize(
-    ("call", "phase", "victim"),
-    [("small all_reduce", "staged", 0), ("large all_reduce", "reduced", 2), ("large all_gather", "published", 3)],
+    ("call", "phase", "count", "victim", "world_size"),
+    [
+        *(("small all_reduce", phase, 0, 1, 2) for phase in PHASES["small all_reduce"]),
+        *(("large all_reduce", phase, 0, 0, 2) for phase in PHASES["large all_reduce"]),
+        *((call, phase, 0, 1, 2) for call, phase in ELSEWHERE.items()),
+        ("small all_reduce", "staged", 0, 0, 4),
+        ("large all_reduce", "reduced", 0, 2, 4),
+        ("large all_gather", "published", 0, 3, 4),
+        # In the third chunk.
+        *(("large all_reduce", phase, 2, 0, 2) for phase in ("staged", "passed", "copied")),
+    ],
 )
-def test_killed_among_four(ranks, call, phase, victim):
-    losses = _losses(ranks, _dies_in, victim, call, phase, 0, victim=victim, world_size=4)
-    _check(losses, victim=victim, world_size=4)
-
-
-@pytest.mark.parametrize("phase", ["staged", "passed", "copied"])
-def test_killed_in_the_third_chunk(ranks, phase):
-    losses = _losses(ranks, _dies_in, 0, "large all_reduce", phase, 2, victim=0)
-    _check(losses, victim=0, world_size=2)
+def test_killed_in_a_collective(ranks, call, phase, count, victim, world_size):
+    assert phase in PHASES[call]
+    losses = _losses(ranks, _dies_in, victim, call, phase, count, victim=victim, world_size=world_size)
+    _check(losses, victim=victim, world_size=world_size)
 
 
 # -- point to point -------------------------------------------------------------------------------------------
@@ -335,6 +321,7 @@ def test_left_the_group(ranks):
     assert loss is not None
     assert loss.error == "RankLostError"
     assert loss.lost == 1
+    assert "rank 1 has closed the group" in loss.message
     assert loss.seconds < NOTICED_WITHIN_S
 
 

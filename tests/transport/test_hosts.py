@@ -19,7 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import paceline
 from paceline import _torch
-from paceline.errors import PacelineError
+from paceline.errors import BadCollectiveError, PacelineError
+from tests.transport import conformance
 from tests.transport._hosts import Hosts, why_no_hosts
 from tests.transport.requirements import needs_shm
 
@@ -38,220 +39,43 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def _numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers: their sums and products are exact in every dtype."""
-    generator = torch.Generator().manual_seed(rank)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    return torch.randint(1, 4, shape, generator=generator).to(dtype)
-
-
 def _describe(rank, world_size):
-    return type(dist.group.WORLD).__name__, paceline.transport.describe(dist.group.WORLD)
+    return paceline.transport.describe(dist.group.WORLD)
 
 
 def test_hosts_are_found_whatever_the_launcher_says(hosts: Hosts) -> None:
-    for kind, carried in hosts.run(__name__, "_describe"):
-        assert kind == "HostsProcessGroup"
+    for carried in hosts.run(__name__, "_describe"):
         assert carried.startswith("4 ranks on 2 hosts")
         assert "gloo" in carried
 
 
-_OPS = {
-    "SUM": torch.Tensor.__add__,
-    "PRODUCT": torch.Tensor.__mul__,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
+# The cases that one host passes (``conformance``), as far as they are of collectives and suit four ranks. Some integers
+# have fewer operations here: see test_the_largest_of_uint64_is_refused.
+_HOST_CASES = [
+    found
+    for found in conformance.load()
+    if {3, 4} & set(found.world_sizes)
+    and not found.name.endswith("other_integers")
+    and found.name.partition(".")[0] in ("exchange", "forms", "layout", "point_to_point", "reduce", "work")
+]
 
 
-def _expected(op: str, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    parts = [_numbers(rank, shape, dtype) for rank in range(world_size)]
-    if op == "AVG":
-        return torch.stack(parts).double().mean(0).to(dtype)
-    total = parts[0]
-    for part in parts[1:]:
-        total = _OPS[op](total, part).to(dtype)
-    return total
+@pytest.mark.full
+@pytest.mark.parametrize("found", _HOST_CASES, ids=lambda found: found.name)
+def test_conformance(hosts: Hosts, found: conformance.Case) -> None:
+    hosts.run(found.body.__module__, found.body.__name__)
 
 
-def _reductions(rank, world_size):
-    checked = 0
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int16, torch.int64, torch.bool):
-        ops = ["SUM", "PRODUCT", "MIN", "MAX"] + (["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"])
-        for op in ops:
-            if dtype is torch.bool and op in ("MIN", "MAX"):
-                continue
-            for shape in ((), (0,), (7,), (3, 1000)):
-                reduce_op = getattr(dist.ReduceOp, op)
-                want = _expected(op, world_size, shape, dtype)
-                tensor = _numbers(rank, shape, dtype)
-                dist.all_reduce(tensor, reduce_op)
-                assert torch.equal(tensor, want), (op, dtype, shape, tensor, want)
-                root = checked % world_size
-                tensor = _numbers(rank, shape, dtype)
-                dist.reduce(tensor, root, reduce_op)
-                assert torch.equal(tensor, want if rank == root else _numbers(rank, shape, dtype)), (op, dtype, shape)
-                checked += 1
-    return checked
+def _uint64(rank, world_size):
+    tensor = torch.full((3,), rank, dtype=torch.uint64)
+    with pytest.raises(BadCollectiveError, match=r"MAX of torch.uint64 .* use torch.int64"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
 
 
-def test_reductions(hosts: Hosts) -> None:
-    assert hosts.run(__name__, "_reductions") == [7 * 4 * 4 + 3 * 4 + 4 * 3 * 4 - 2 * 4] * 4
-
-
-def _exchanges(rank, world_size):
-    for dtype in (torch.float32, torch.int16, torch.complex64, torch.float8_e4m3fn):
-        for shape in ((5,), (0,), (2, 3)):
-            for root in range(world_size):
-                tensor = _numbers(rank, shape, torch.float32).to(dtype)
-                dist.broadcast(tensor, root)
-                want = _numbers(root, shape, torch.float32).to(dtype)
-                assert torch.equal(tensor.view(torch.uint8), want.view(torch.uint8))
-            mine = _numbers(rank, shape, torch.float32).to(dtype)
-            gathered = [torch.empty_like(mine) for _ in range(world_size)]
-            dist.all_gather(gathered, mine)
-            for other, found in enumerate(gathered):
-                want = _numbers(other, shape, torch.float32).to(dtype)
-                assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
-    whole = torch.empty(world_size * 4)
-    dist.all_gather_single(whole, torch.full((4,), float(rank)))
-    assert whole.view(world_size, 4).tolist() == [[float(r)] * 4 for r in range(world_size)]
-    strided = torch.zeros(4, 6).t()
-    strided.fill_(rank)
-    dist.all_reduce(strided)
-    assert strided.unique().tolist() == [sum(range(world_size))]
-
-
-def test_exchanges(hosts: Hosts) -> None:
-    hosts.run(__name__, "_exchanges")
-
-
-def _reduce_scatter(rank, world_size):
-    for dtype in (torch.float32, torch.int16, torch.bool):
-        rows = _numbers(rank, (world_size, 6), dtype)
-        before = rows.clone()
-        out = torch.empty(6, dtype=dtype)
-        dist.reduce_scatter_single(out, rows)
-        assert torch.equal(rows, before)
-        want = _expected("SUM", world_size, (world_size, 6), dtype)
-        assert torch.equal(out, want[rank])
-        dist.reduce_scatter(out, list(rows))
-        assert torch.equal(out, want[rank])
-    mean = torch.empty(6)
-    dist.reduce_scatter_single(mean, _numbers(rank, (world_size, 6), torch.float32), dist.ReduceOp.AVG)
-    assert torch.equal(mean, _expected("AVG", world_size, (world_size, 6), torch.float32)[rank])
-
-
-def test_reduce_scatter(hosts: Hosts) -> None:
-    hosts.run(__name__, "_reduce_scatter")
-
-
-def _to_and_from_one(rank, world_size):
-    for root in range(world_size):
-        for dtype in (torch.float32, torch.int16, torch.complex64, torch.float8_e4m3fn):
-            gathered = [torch.zeros(2, 3).to(dtype) for _ in range(world_size)] if rank == root else None
-            dist.gather(torch.full((2, 3), float(rank)).to(dtype), gathered, dst=root)
-            assert gathered is None or [part.to(torch.float32)[1, 2].item() for part in gathered] == [0, 1, 2, 3]
-            got = torch.zeros(3, 2).t().to(dtype)
-            parts = [torch.full((2, 3), float(other)).to(dtype) for other in range(world_size)]
-            dist.scatter(got, parts if rank == root else None, src=root)
-            assert got.to(torch.float32).unique().tolist() == [rank]
-    nothing = torch.zeros(0)
-    dist.gather(nothing, [nothing] * world_size if rank == 3 else None, dst=3)
-
-
-def test_gather_and_scatter(hosts: Hosts) -> None:
-    hosts.run(__name__, "_to_and_from_one")
-
-
-def _all_to_all(rank, world_size):
-    swapped = torch.zeros(world_size)
-    dist.all_to_all_single(swapped, torch.arange(world_size) + 10.0 * rank)
-    assert swapped.tolist() == [10.0 * other + rank for other in range(world_size)]
-    # s rows to rank s + d, of which each says where it is from and where it goes.
-    counts = [[(source + goal) % 3 for goal in range(world_size)] for source in range(world_size)]
-    sent = [torch.full((counts[rank][goal], 2), 10 * rank + goal) for goal in range(world_size)]
-    expected = [torch.full((counts[source][rank], 2), 10 * source + rank) for source in range(world_size)]
-    got = torch.zeros(sum(map(len, expected)), 2, dtype=torch.int64)
-    splits = [len(piece) for piece in expected], [len(piece) for piece in sent]
-    work = dist.all_to_all_single(got, torch.cat(sent), *splits, async_op=True)
-    work.wait()
-    assert torch.equal(got, torch.cat(expected))
-    pieces = [torch.zeros_like(piece) for piece in expected]
-    dist.all_to_all(pieces, sent)
-    assert all(map(torch.equal, pieces, expected))
-    with pytest.raises(ValueError, match="Number of tensor splits"):
-        dist.all_to_all_single(got, torch.cat(sent), [1], [1])
-
-
-def test_all_to_all(hosts: Hosts) -> None:
-    hosts.run(__name__, "_all_to_all")
-
-
-def _messages(rank, world_size):
-    if rank == 0:
-        dist.send(torch.full((3,), 5.0), 3)
-        dist.isend(torch.full((6,), 7.0)[::2], 3, tag=2).wait()
-    elif rank == 3:
-        tagged, message = torch.zeros(2, 3, dtype=torch.float32).t()[:, 0], torch.zeros(3)
-        later = dist.irecv(tagged, 0, tag=2)
-        assert dist.recv(message) == 0
-        assert message.tolist() == [5.0] * 3
-        later.wait()
-        assert later.is_completed()
-        assert tagged.tolist() == [7.0] * 3
-    # Around: each to the next, all at once. With a tag of its own, or rank 3 could take it for what it waits for above.
-    got = torch.zeros(2, dtype=torch.uint16)
-    mine = torch.full((2,), rank, dtype=torch.uint16)
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    around = [dist.P2POp(dist.isend, mine, after, tag=1), dist.P2POp(dist.irecv, got, before, tag=1)]
-    for work in dist.batch_isend_irecv(around):
-        work.wait()
-    assert got.tolist() == [before] * 2
-    with pytest.raises(ValueError, match="Tag must be nonnegative"):
-        dist.send(mine, after, tag=-1)
-
-
-def test_messages(hosts: Hosts) -> None:
-    hosts.run(__name__, "_messages")
-
-
-def _sparse_and_objects(rank, world_size):
-    for async_op in (False, True):
-        sparse = torch.sparse_coo_tensor([[0, rank]], [1.0, 2.0], (4,))
-        work = dist.all_reduce(sparse, async_op=async_op)
-        assert work is None or work.wait()
-        assert sparse.to_dense().tolist() == [6.0, 2.0, 2.0, 2.0]
-    number = torch.sparse_coo_tensor([[rank]], [1j], (4,))
-    dist.all_reduce(number)
-    assert number.to_dense().tolist() == [1j] * 4
-    objects = [None] * world_size
-    dist.all_gather_object(objects, {"rank": rank})
-    assert [found["rank"] for found in objects] == [0, 1, 2, 3]
-    dist.barrier()
-
-
-def test_sparse_tensors_and_objects(hosts: Hosts) -> None:
-    hosts.run(__name__, "_sparse_and_objects")
-
-
-def _works(rank, world_size):
-    tensors = [torch.full((1000,), float(i)) for i in range(10)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    last = torch.ones(3)
-    dist.all_reduce(last)
-    assert works[0].get_future().wait()[0][0].item() == 0
-    assert all(work.wait() and work.is_success() for work in works)
-    assert [tensor[0].item() for tensor in tensors] == [i * world_size for i in range(10)]
-    assert last.tolist() == [world_size] * 3
-
-
-def test_works_run_in_order(hosts: Hosts) -> None:
-    hosts.run(__name__, "_works")
+def test_the_largest_of_uint64_is_refused(hosts: Hosts) -> None:
+    assert hosts.run(__name__, "_uint64") == [[6, 6, 6]] * 4
 
 
 def _subgroups(rank, world_size):
@@ -262,7 +86,7 @@ def _subgroups(rank, world_size):
             tensor = torch.full((5,), float(rank))
             dist.all_reduce(tensor, group=group)
             assert tensor.tolist() == [sum(members)] * 5
-            kinds[str(members)] = type(group).__name__
+            kinds[str(members)] = paceline.transport.describe(group)
             dist.barrier(group=group)
             dist.destroy_process_group(group)
     gc.collect()
@@ -274,11 +98,11 @@ def test_subgroups_use_what_their_ranks_share(hosts: Hosts) -> None:
     for found in hosts.run(__name__, "_subgroups"):
         kinds |= found
     assert kinds == {
-        "[0, 1]": "ShmProcessGroup",
-        "[2, 3]": "ShmProcessGroup",
-        "[1, 2]": "PlainGroup",
-        "[0, 2, 3]": "HostsProcessGroup",
-        "[3]": "ShmProcessGroup",
+        "[0, 1]": "2 ranks on one host, collectives through shared memory",
+        "[2, 3]": "2 ranks on one host, collectives through shared memory",
+        "[1, 2]": "2 ranks, collectives over gloo",
+        "[0, 2, 3]": "3 ranks on 2 hosts, collectives through shared memory inside hosts and over gloo between them",
+        "[3]": "1 ranks on one host, collectives through shared memory",
     }
     assert [hosts.segments(host) for host in range(2)] == [[], []]
 
@@ -438,12 +262,12 @@ def test_hosts_in_different_collectives_are_told_so(hosts: Hosts) -> None:
             assert expected in said
 
 
-def _one_aborts(rank, world_size):
+def _one_goes(rank, world_size, going, how):
     """Called by their numbers among all processes, not in the group, whose ranks 0, 1 and 2 they are."""
     group = dist.new_group([1, 2, 3])
     error = None
-    if rank == 3:
-        group.abort()
+    if rank == going:
+        getattr(group, how)()
     elif rank > 0:
         error = _error_of(lambda: dist.all_reduce(torch.ones(3), group=group))
     if rank > 0:
@@ -451,9 +275,21 @@ def _one_aborts(rank, world_size):
     return error
 
 
-def test_an_abort_is_told_on_the_other_host(hosts: Hosts) -> None:
-    for name, said, blamed, _ in hosts.run(__name__, "_one_aborts")[1:3]:
-        assert (name, said, blamed) == ("PeerFailedError", "rank 3 has aborted the group", 3)
+@pytest.mark.parametrize(
+    ("going", "how", "expected", "said"),
+    [
+        (3, "abort", "PeerFailedError", "rank 3 has aborted the group"),
+        (3, "shutdown", "RankLostError", "rank 3 has closed the group"),
+        # It is alone on its host, so that nobody there can tell of it.
+        (1, "shutdown", "RankLostError", "rank 1 has closed the group"),
+    ],
+)
+def test_a_rank_that_goes_is_named_on_every_host(hosts: Hosts, going: int, how: str, expected: str, said: str) -> None:
+    errors = hosts.run(__name__, "_one_goes", going, how)
+    for rank in {1, 2, 3} - {going}:
+        name, why, blamed, _ = errors[rank]
+        assert (name, blamed) == (expected, going)
+        assert said in why
 
 
 def _group_with_little_time(rank, world_size):
@@ -529,7 +365,6 @@ def test_with_a_link_of_one_gigabit(hosts: Hosts) -> None:
         assert 0.95 < times_sent < 1.15
         # 16 MB cannot pass in less: the limit is in force.
         assert took_s > 0.9 * 16 * _MB * 8 / 1e9
-        hosts.run(__name__, "_reduce_scatter")
     finally:
         hosts.limit("100gbit")
 
@@ -584,7 +419,9 @@ def _wait_for_the_lost(rank, world_size, lost):
     }
 
 
-@pytest.mark.parametrize("lost", [3, 0], ids=["a rank", "a leader, with the store"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param(3, marks=pytest.mark.full), 0], ids=["a rank", "a leader, with the store"]
+)
 def test_a_lost_rank_is_named_on_every_host(lost: int) -> None:
     needs_shm()
     reason = why_no_hosts()

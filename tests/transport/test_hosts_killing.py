@@ -30,14 +30,15 @@ PLANS = [
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_dies_in_the_middle_is_named_on_every_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plans", [PLANS[::5], pytest.param(PLANS, marks=pytest.mark.full)], ids=["some", "all"])
+def test_a_rank_that_dies_in_the_middle_is_named_on_every_host(tmp_path: Path, plans: list[Plan]) -> None:
     needs_shm()
     reason = why_no_hosts()
     if reason is not None:
         pytest.skip(f"no hosts to test with: {reason}")
     wrong: list[str] = []
     with Hosts(is_forking=True) as hosts:
-        for number, plan in enumerate(PLANS):
+        for number, plan in enumerate(plans):
             heard = run(hosts, plan, str(tmp_path / f"store{number}"))
             wrong += judge(plan, heard, within_s=NOTICED_WITHIN_S + 2.0)  # on a loaded machine
         assert [hosts.segments(host) for host in range(2)] == [[], []]

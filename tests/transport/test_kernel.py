@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import signal
 import threading
 import time
 import weakref
@@ -16,11 +15,11 @@ import pytest
 import torch
 
 from paceline.errors import BadArgumentError, StateError
-from paceline.transport import kernel
-from paceline.transport.codes import Op
-from paceline.transport.kernel import Channel, control_nbytes
+from paceline.transport.shm import kernel
+from paceline.transport.shm.codes import Op
+from paceline.transport.shm.kernel import Endpoint, control_nbytes
 from tests.transport import ends, programs
-from tests.transport.processes import Outcome, RankRunner, Segment, segment_path, values
+from tests.transport.processes import RankRunner, Segment, segment_path, values
 
 pytestmark = pytest.mark.skipif(
     kernel.reason_unavailable() is not None, reason=f"no kernel: {kernel.reason_unavailable()}"
@@ -49,7 +48,6 @@ def test_all_reduce_gives_the_fold_in_rank_order_to_the_bit(run: RankRunner, siz
         programs.reduces_tensors_here,
         programs.reduces_special_values,
         programs.every_half_survives_the_conversion,
-        programs.scales_inputs,
     ],
 )
 def test_arithmetic(run: RankRunner, program: Callable[..., None]) -> None:
@@ -60,7 +58,7 @@ def test_tensors_that_are_not_plain_memory_are_left_to_others(run: RankRunner) -
     values(run(1, programs.leaves_other_tensors_alone))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("program", [programs.exchanges, programs.reduce_exchanges, programs.reduces_in_arenas])
 def test_other_collectives(run: RankRunner, program: Callable[..., None], size: int) -> None:
     values(run(size, program))
@@ -83,17 +81,17 @@ def test_memory_is_kept_if_the_caller_is_interrupted_before_it_has_the_job() -> 
 
     with segment_path() as path:
         control = Segment(path, control_nbytes(1), create=True)
-        channel = _open(control, size=1)
-        submit = channel._library.pl_all_reduce
+        endpoint = _open(control, size=1)
+        submit = endpoint._library.pl_all_reduce
         tensor = torch.ones(1000)
         kept = weakref.ref(tensor)
         at = tensor.data_ptr()
         with pytest.raises(KeyboardInterrupt):
-            channel._collective(started_and_interrupted, at, at, 1000, 0, Op.SUM, 1.0, 60.0, inline=False, keep=tensor)
+            endpoint._collective(started_and_interrupted, at, at, 1000, 0, Op.SUM, 60.0, inline=False, keep=tensor)
         del tensor
-        channel.barrier(timeout_s=60, inline=True).wait()
+        endpoint.barrier(timeout_s=60, inline=True).wait()
         assert kept() is not None
-        channel.close()
+        endpoint.close()
         assert kept() is None
 
 
@@ -107,17 +105,17 @@ def test_several_threads_may_submit(run: RankRunner) -> None:
 def test_ranks_in_different_collectives_are_told_on_every_rank_and_go_on(run: RankRunner) -> None:
     said = values(run(2, programs.disagrees))
     assert said[0] == said[1]
-    assert [line.split(":")[0] for line in said[0]] == ["DisagreementError"] * 11
+    assert [line.split(":")[0] for line in said[0]] == ["DisagreementError"] * 10
     assert "rank 10 in all_reduce(SUM, 10 x float32), rank 11 in all_reduce(SUM, 11 x float32)" in said[0][0]
-    assert "rank 10 in all_reduce(SUM, 90000 x float32), rank 11 in barrier" in said[0][5]
-    assert "all_gather(float32): rank 10 sends 40 bytes to rank 11, which expects 80" in said[0][6]
-    assert "broadcast(float32) root 0, rank 11 in broadcast(float32) root 1" in said[0][7]
-    assert "rank 10 in all_gather(float32), rank 11 in all_gather(int32)" in said[0][8]
+    assert "rank 10 in all_reduce(SUM, 90000 x float32), rank 11 in barrier" in said[0][4]
+    assert "all_gather(float32): rank 10 sends 40 bytes to rank 11, which expects 80" in said[0][5]
+    assert "broadcast(float32) root 0, rank 11 in broadcast(float32) root 1" in said[0][6]
+    assert "rank 10 in all_gather(float32), rank 11 in all_gather(int32)" in said[0][7]
 
 
 def test_what_makes_no_sense_is_refused(run: RankRunner) -> None:
     said = values(run(2, programs.is_refused))
-    assert [line.split(":")[0] for line in said[0]] == ["BadArgumentError"] * 4
+    assert [line.split(":")[0] for line in said[0]] == ["BadArgumentError"] * 3
 
 
 def test_a_fork_is_not_a_rank(run: RankRunner) -> None:
@@ -129,55 +127,6 @@ def test_a_fork_is_not_a_rank(run: RankRunner) -> None:
 def test_waiting_for_a_while_leaves_the_job_running(run: RankRunner) -> None:
     said = values(run(2, programs.waits_for_a_little_while))
     assert said[0].startswith("RankLostError: still waiting")
-
-
-def _lost(outcomes: list[Outcome], lost: int) -> None:
-    for outcome in outcomes:
-        if outcome.rank == lost:
-            assert outcome.exit_code == -signal.SIGKILL
-            continue
-        assert outcome.error == "RankLostError", outcome
-        assert outcome.blamed == 10 + lost, outcome
-        assert f"rank {10 + lost}" in outcome.message, outcome
-
-
-PHASES = {
-    "barrier": ("posted", "before_publish", "published", "passed"),
-    "small": ("posted", "staged", "before_publish", "published", "passed", "reduced"),
-    "large": ("posted", "staged", "before_publish", "published", "passed", "reduced", "copied"),
-    "queued": ("staged", "reduced"),
-    "zero_copy": ("posted", "published", "passed", "reduced"),
-    "exchange": ("staged", "published", "passed", "copied"),
-    "reduce_exchange": ("staged", "published", "passed", "reduced"),
-    "message": ("sending", "receiving"),
-}
-
-
-@pytest.mark.parametrize(("what", "phase"), [(what, phase) for what, phases in PHASES.items() for phase in phases])
-def test_a_rank_that_dies_is_named_within_two_seconds(run: RankRunner, what: str, phase: str) -> None:
-    # In the middle of a large collective, too: the second time the phase is reached.
-    outcomes = run(2, programs.one_fails, what=what, phase=phase, count=1, action="kill", timeout_s=60.0)
-    _lost(outcomes, 1)
-    assert outcomes[0].seconds < 2.0 + 2.0  # the work before the fault, on a loaded machine
-
-
-def test_every_survivor_is_told(run: RankRunner) -> None:
-    _lost(run(4, programs.one_is_killed_while_others_sleep), 3)
-
-
-@pytest.mark.parametrize("what", ["large", "queued"])
-def test_a_rank_that_is_stopped_runs_into_the_time_out(run: RankRunner, what: str) -> None:
-    outcomes = run(3, programs.one_fails, what=what, phase="passed", count=1, action="stop", timeout_s=1.5)
-    _lost(outcomes, 2)
-    assert "did not arrive" in outcomes[0].message
-
-
-def test_a_rank_that_leaves_is_named(run: RankRunner) -> None:
-    outcomes = run(3, programs.one_leaves)
-    assert outcomes[0].error is None
-    for outcome in outcomes[1:]:
-        assert (outcome.error, outcome.blamed) == ("RankLostError", 10)
-        assert "rank 10 has closed the group" in outcome.message
 
 
 def test_poison_carries_its_cause(run: RankRunner) -> None:
@@ -242,9 +191,9 @@ def test_a_message_that_does_not_come_is_a_time_out(run: RankRunner) -> None:
 def test_a_message_that_races_with_the_end_leaves_no_thread() -> None:
     """Ranks are threads here: both ends of a group in one process, closed while the first message is on its way."""
 
-    def send(channel: Channel, t: torch.Tensor, said: list[str]) -> None:
+    def send(endpoint: Endpoint, t: torch.Tensor, said: list[str]) -> None:
         try:
-            channel.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=60, keep=t).wait()
+            endpoint.send(t.data_ptr(), t.nbytes, 1, 0, timeout_s=60, keep=t).wait()
         except StateError as error:
             said.append(str(error))
 
@@ -256,14 +205,14 @@ def test_a_message_that_races_with_the_end_leaves_no_thread() -> None:
         memory = mmap.mmap(-1, control_nbytes(2))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         ends_of_it = [
-            Channel(address=address, nbytes=len(memory), fd=-1, rank=rank, size=2, create=rank == 0)
+            Endpoint(address=address, nbytes=len(memory), fd=-1, rank=rank, size=2, create=rank == 0)
             for rank in range(2)
         ]
         said: list[str] = []
         sender = threading.Thread(target=send, args=(ends_of_it[0], torch.ones(2), said))
         sender.start()
-        for channel in ends_of_it:
-            channel.close()
+        for endpoint in ends_of_it:
+            endpoint.close()
         sender.join()
         assert said in ([], ["this rank has closed the group"])
     # Python's join returns a moment before the thread is gone.
@@ -276,8 +225,10 @@ def test_a_message_that_races_with_the_end_leaves_no_thread() -> None:
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
-def _open(segment: Segment, *, rank: int = 0, size: int = 2, create: bool = True, nbytes: int | None = None) -> Channel:
-    return Channel(
+def _open(
+    segment: Segment, *, rank: int = 0, size: int = 2, create: bool = True, nbytes: int | None = None
+) -> Endpoint:
+    return Endpoint(
         address=segment.address,
         nbytes=segment.nbytes if nbytes is None else nbytes,
         fd=segment.fd,
@@ -294,10 +245,10 @@ def test_a_segment_that_is_not_right_is_refused() -> None:
             _open(segment, create=False)
         with pytest.raises(StateError, match="too small"):
             _open(segment, nbytes=segment.nbytes - 4096)
-        channel = _open(segment)
+        endpoint = _open(segment)
         with pytest.raises(StateError, match="a rank of it already"):
             _open(segment, rank=1, create=False)
-        channel.close()
+        endpoint.close()
         with pytest.raises(StateError, match="another number of ranks"):
             _open(segment, size=1, create=False)
         os.pwrite(segment.fd, b"\xff\xff\xff\xff", 8)
@@ -308,15 +259,15 @@ def test_a_segment_that_is_not_right_is_refused() -> None:
 def test_arguments_are_checked() -> None:
     with segment_path() as path:
         segment = Segment(path, control_nbytes(2), create=True)
-        channel = _open(segment)
+        endpoint = _open(segment)
         with pytest.raises(BadArgumentError):
-            channel.send(0, 0, 0, 0, timeout_s=1, keep=None)
+            endpoint.send(0, 0, 0, 0, timeout_s=1, keep=None)
         with pytest.raises(BadArgumentError):
-            channel.exchange([], [], same=False, kind=0, dtype=torch.uint8, timeout_s=1, inline=True, keep=None)
-        channel.close()
-        channel.close()
+            endpoint.exchange([], [], same=False, kind=0, dtype=torch.uint8, timeout_s=1, inline=True, keep=None)
+        endpoint.close()
+        endpoint.close()
         with pytest.raises(StateError, match="has closed the group"):
-            channel.barrier(timeout_s=1, inline=True)
+            endpoint.barrier(timeout_s=1, inline=True)
     with pytest.raises(BadArgumentError, match="1 to 64"):
         control_nbytes(65)
 

@@ -1,29 +1,20 @@
-"""What is not used: segments that are not ours, and shared memory where there is too little of it or no kernel.
-
-A segment is refused by an error. A transport that cannot be had is replaced by gloo, on all ranks alike, with one
-notice that says why.
-"""
+"""Where shared memory cannot be had, gloo takes its place, on all ranks alike, with one notice that says why."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import multiprocessing
 import os
 import re
-import stat
-import struct
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.errors import BadArgumentError, NoRoomError, PacelineError, StateError
 from paceline.testing import RankPool
-from paceline.transport import kernel
-from paceline.transport.segment import DIRECTORY, Segment
+from paceline.transport.shm import kernel
+from paceline.transport.shm.segment import DIRECTORY
 
 from . import killing
 from .requirements import needs_shm
@@ -48,120 +39,6 @@ def fresh_ranks():
     """Ranks that are ended after the test: what it does to them cannot be undone."""
     with RankPool() as pool:
         yield pool.run
-
-
-# -- segments -------------------------------------------------------------------------------------------------
-
-
-def test_a_segment_is_private_and_nameless_soon():
-    with Segment.create(8192) as segment:
-        path = os.path.join(DIRECTORY, segment.name)
-        found = os.stat(path)
-        assert stat.S_IMODE(found.st_mode) == 0o600
-        assert found.st_uid == os.geteuid()
-        assert found.st_size == 8192
-        # 128 random bits.
-        assert re.fullmatch(r"paceline-[0-9a-f]{32}", segment.name)
-        assert os.get_inheritable(segment.fd) is False
-    assert not os.path.exists(path)
-
-
-def test_names_differ():
-    with contextlib.ExitStack() as stack:
-        names = [stack.enter_context(Segment.create(1)).name for _ in range(50)]
-    assert len(set(names)) == 50
-
-
-def test_wrong_size_is_refused():
-    with Segment.create(8192) as segment, pytest.raises(PacelineError, match="8192"):
-        Segment.open(segment.name, nbytes=4096)
-
-
-def test_wrong_mode_is_refused():
-    with Segment.create(4096) as segment:
-        os.fchmod(segment.fd, 0o666)
-        with pytest.raises(PacelineError, match="mode"):
-            Segment.open(segment.name, nbytes=4096)
-
-
-def test_a_link_is_refused(tmp_path):
-    """Somebody else's file under one of our names."""
-    target = tmp_path / "target"
-    target.write_bytes(b"\0" * 4096)
-    target.chmod(0o600)
-    path = os.path.join(DIRECTORY, "paceline-" + "ab" * 16)
-    os.symlink(target, path)
-    try:
-        with pytest.raises((PacelineError, OSError)):
-            Segment.open(os.path.basename(path), nbytes=4096)
-    finally:
-        os.unlink(path)
-
-
-@pytest.mark.parametrize("name", ["../../etc/passwd", "paceline-", "paceline-xyz", "other", "", "paceline-" + "g" * 32])
-def test_other_names_are_refused(name):
-    with pytest.raises(BadArgumentError):
-        Segment.open(name, nbytes=4096)
-
-
-def _make_as_nobody(conn) -> None:
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    with Segment.create(4096) as segment:
-        conn.send(segment.name)
-        conn.recv()
-
-
-@needs_root
-def test_another_users_is_refused():
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    other = context.Process(target=_make_as_nobody, args=(theirs,), daemon=True)
-    other.start()
-    try:
-        assert ours.poll(30)
-        name = ours.recv()
-        with pytest.raises(PacelineError, match="user"):
-            Segment.open(name, nbytes=4096)
-        ours.send("done")
-        other.join(10)
-    finally:
-        other.kill()
-        other.join()
-
-
-def _open_channel(segment: Segment, *, create: bool, nbytes: int, size: int = 2) -> kernel.Channel:
-    return kernel.Channel(
-        address=segment.address, nbytes=nbytes, fd=segment.fd, rank=int(not create), size=size, create=create
-    )
-
-
-@pytest.mark.parametrize("change", ["nothing there", "magic", "version", "ranks", "bytes"])
-def test_a_control_segment_of_another_making_is_refused(change):
-    nbytes = kernel.control_nbytes(2)
-    with Segment.create(nbytes) as segment:
-        if change != "nothing there":
-            _open_channel(segment, create=True, nbytes=nbytes).close()
-        if change == "magic":
-            segment.memory[:8] = struct.pack("<Q", 0x1234)
-        elif change == "version":
-            # The words after the magic: version, size, number of ranks. Whichever it is, it must not be taken.
-            segment.memory[8:16] = struct.pack("<Q", 0xFFFF)
-        claimed = nbytes - 4096 if change == "bytes" else nbytes
-        with pytest.raises(StateError, match="refused"):
-            _open_channel(segment, create=False, nbytes=claimed, size=3 if change == "ranks" else 2)
-
-
-def test_no_room_is_said_with_figures():
-    with pytest.raises(NoRoomError) as caught:
-        Segment.create(1 << 50)
-    figures = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]{3,}", str(caught.value))]
-    # What was asked for and what there is.
-    assert 1 << 50 in figures
-    assert len(figures) >= 2
-
-
-# -- falling back ---------------------------------------------------------------------------------------------
 
 
 class _Notices(logging.Handler):
@@ -197,18 +74,6 @@ def _check_fallen_back(results: list[tuple[str, list[str], float]], *patterns: s
     assert len(said) == 1, f"one notice was expected: {said}"
     for pattern in ("gloo", *patterns):
         assert re.search(pattern, said[0]), said[0]
-
-
-def _without_kernel(rank, world_size, path, without):
-    if rank in without:
-        kernel.reason_unavailable = lambda: "its C kernel was not compiled (a test says so); install a C compiler"
-    return _fallen_back(rank, world_size, path)
-
-
-@pytest.mark.parametrize("without", [(0, 1), (1,), (0,)], ids=["none has it", "rank 0 has it", "rank 1 has it"])
-def test_no_kernel(fresh_ranks, tmp_path, without):
-    results = fresh_ranks(_without_kernel, str(tmp_path / "store"), without, backend=None)
-    _check_fallen_back(results, "compile")
 
 
 def _as_another_user(rank, world_size, path):

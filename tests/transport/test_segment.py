@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from paceline.errors import BadArgumentError, NoRoomError, StateError
-from paceline.transport import segment
-from paceline.transport.segment import Segment
+from paceline.transport.shm import segment
+from paceline.transport.shm.segment import Segment
 
 NBYTES = 8192
 
@@ -46,6 +46,7 @@ def test_names_are_random_and_files_are_private() -> None:
         found = os.stat(_path(one.name))
         assert stat.S_IMODE(found.st_mode) == 0o600
         assert found.st_uid == os.geteuid()
+        assert os.get_inheritable(one.fd) is False
         # Room is reserved, not promised.
         assert found.st_blocks * 512 >= NBYTES
 

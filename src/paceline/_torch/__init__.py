@@ -1,14 +1,15 @@
 """Every private torch name that Paceline uses, in one place, each with its reason.
 
-Nothing else imports a private torch module (tests/test_layers.py holds this), so a new torch release is checked by
+Nothing else imports a private torch module (tests/test_layers.py checks this), so a new torch release can be checked by
 reading the files of this package. The rest of Paceline writes ``_torch.name``.
 """
 
-from paceline._torch.agreement import *  # noqa: F403
 from paceline._torch.autograd import *  # noqa: F403
 from paceline._torch.c10d import *  # noqa: F403
 from paceline._torch.compilation import *  # noqa: F403
 from paceline._torch.dtensor import *  # noqa: F403
+from paceline._torch.dynamo_frames import *  # noqa: F403
 from paceline._torch.inductor import *  # noqa: F403
+from paceline._torch.modules import *  # noqa: F403
 from paceline._torch.splitting import *  # noqa: F403
 from paceline._torch.tracing import *  # noqa: F403

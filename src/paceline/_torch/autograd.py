@@ -1,11 +1,11 @@
-"""The autograd engine, tensors, modules and optimizers: what torch has no public name for."""
+"""The autograd engine, tensors and optimizers: what torch has no public name for."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -44,14 +44,14 @@ GradientHooks = dict[object, Callable[[Tensor], None]]
 
 
 def gradient_hooks(leaf: Tensor) -> GradientHooks:
-    """What autograd calls when it has accumulated ``leaf.grad``, for who adds to it or takes out of it.
+    """What autograd calls when it has accumulated ``leaf.grad``: a dictionary to add hooks to, or to take them from.
 
-    ``register_post_accumulate_grad_hook`` does this with checks and a handle, in five times the time: of a module with
-    a thousand parameters that is a tenth of what it takes to wrap it.
+    ``register_post_accumulate_grad_hook`` does this with checks and a handle, in five times the time. For a
+    module with a thousand parameters that is a tenth of the time that it takes to wrap it.
     """
     hooks: GradientHooks | None = leaf._post_accumulate_grad_hooks
     if hooks is None:
-        # Ordered, as handles of hooks that others register hold a weak reference to it, which a dict does not allow.
+        # It is an OrderedDict, because handles of other hooks hold a weak reference to it, which a dict does not allow.
         hooks = leaf._post_accumulate_grad_hooks = OrderedDict()
     return hooks
 
@@ -108,7 +108,7 @@ def optimizers_of(param: Tensor) -> Sequence[torch.optim.Optimizer]:
 
 
 def pytree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """``torch.utils.pytree`` is public only for its optree flavour; the tree's spec object is private."""
+    """Flatten a tree. ``torch.utils.pytree`` is public only for its optree flavour, and the spec object is private."""
     from torch.utils import _pytree
 
     return _pytree.tree_flatten(tree)
@@ -126,7 +126,7 @@ def accumulate_grad_node(param: Tensor) -> Node:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is running: the flag it sets in Python, at the price of a look."""
+    """Whether a profiler is running. This is the flag that it sets in Python, which costs nothing to read."""
     return _profiler._is_profiler_enabled
 
 
@@ -150,26 +150,9 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def post_accumulate_hooks(tensor: Tensor) -> Sequence[Callable[..., Any]]:
-    """The hooks of ``register_post_accumulate_grad_hook``; they are only in this attribute."""
-    return list((tensor._post_accumulate_grad_hooks or {}).values())
-
-
-def backward_hook_ids(module: torch.nn.Module) -> tuple[list[int], list[int]]:
-    """The numbers of a module's full backward hooks and pre-hooks, global ones first, in the order they are called."""
-    shared = torch.nn.modules.module
-    hooks = [*shared._global_backward_hooks, *module._backward_hooks]
-    return hooks, [*shared._global_backward_pre_hooks, *module._backward_pre_hooks]
-
-
-def backward_hooks(module: torch.nn.Module, ids: list[int], *, before: bool) -> list[Callable[..., Any]]:
-    """The hooks with these numbers that were not removed since."""
-    shared = torch.nn.modules.module
-    if before:
-        known = {**shared._global_backward_pre_hooks, **module._backward_pre_hooks}
-    else:
-        known = {**shared._global_backward_hooks, **module._backward_hooks}
-    return [known[number] for number in ids if number in known]
+def gradient_hook_keys(tensor: Tensor) -> Collection[object]:
+    """The keys of the hooks of ``register_post_accumulate_grad_hook``; they are only in this attribute."""
+    return (tensor._post_accumulate_grad_hooks or {}).keys()
 
 
 def dtype_number(dtype: torch.dtype) -> int:

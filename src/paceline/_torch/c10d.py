@@ -29,7 +29,7 @@ def default_group() -> ProcessGroup:
 
 
 def is_not_a_member(group: object) -> bool:
-    """``new_group`` hands ranks outside of it a marker instead of a group."""
+    """Whether ``group`` is the marker that ``new_group`` gives to ranks outside of the group."""
     return group is None or group == dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -55,7 +55,7 @@ def is_joining(joinable: Any) -> bool:
 
 
 def leave_join(joinable: Any) -> None:
-    """``Join`` leaves itself in force after its end, at the price of a collective in every later forward."""
+    """Switch ``Join`` off. It stays in force after its end, which costs a collective in every later forward."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 
 
@@ -72,6 +72,11 @@ def new_gloo(store: Store, *, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
     return gloo
+
+
+def source_rank(work: Any) -> int:
+    """Where a message came from, once it has been received. Only works of C++ have the public name."""
+    return int(work._source_rank())
 
 
 def new_backend(name: str, store: Store, *, rank: int, size: int, timeout: timedelta) -> Any:
@@ -101,8 +106,10 @@ def settle_async_tensor(tensor: Tensor) -> Tensor:
 
 
 def behind_real_view(tensor: Tensor) -> Tensor | None:
-    """The complex tensor of which a sparse ``tensor`` is ``torch.view_as_real``, or may be: of a view only its base is
-    known, not the views in between."""
+    """The complex tensor of which a sparse ``tensor`` may be ``torch.view_as_real``; None if it cannot be one.
+
+    Only the base of a view is known, and not the views in between.
+    """
     base = tensor._base
     is_of_pairs = tensor.dense_dim() > 0 and tensor.shape[-1] == 2 and not tensor.is_complex()
     return base if base is not None and base.is_complex() and is_of_pairs else None
@@ -137,7 +144,7 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor
 
 
 functional_collectives = torch.ops._c10d_functional
-"""torch's functional collectives. The public face of them does not exist yet; Inductor lowers and overlaps these."""
+"""torch's functional collectives. They have no public name yet; Inductor lowers and overlaps these."""
 
 
 def warn_not_a_member(function: str) -> None:

@@ -21,14 +21,14 @@ def skipped_by_compiler(function: AnyFunction) -> AnyFunction:
     """torch.compile runs this function as it is, and compiles what it calls.
 
     ``torch.compiler.disable(recursive=False)`` does the same, but imports the whole compiler at once: more than
-    a second for everybody who imports us.
+    a second for everybody who imports Paceline.
     """
     _skip(function.__code__)
     return function
 
 
 def hidden_from_compiler(function: AnyFunction) -> AnyFunction:
-    """torch.compile runs this function, and all it calls, as it is; ``torch.compiler.disable``, but on first use."""
+    """torch.compile runs this function, and all it calls, as it is: ``torch.compiler.disable`` on first use."""
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -50,7 +50,7 @@ def _skip(code: CodeType) -> None:
 
 
 COMPILER = "torch._dynamo"
-"""What ``torch.compile`` imports when it is first called, and we wait for."""
+"""The module that ``torch.compile`` imports when it is first called. ``paceline.tracing`` waits for it."""
 
 
 INDUCTOR = "torch._inductor.lowering"
@@ -58,11 +58,11 @@ INDUCTOR = "torch._inductor.lowering"
 
 
 INDUCTOR_GRAPH = "torch._inductor.graph"
-"""Where it decides whether to look."""
+"""Where Inductor decides whether to look."""
 
 
 def lower_as_collectives(packets: Sequence[Any], *, dropped: Sequence[Any]) -> None:
-    """Tell Inductor that operators of ours are collectives, so that it keeps their order; others have no code.
+    """Tell Inductor that operators of ours are collectives, so that it keeps their order; ``dropped`` have no code.
 
     Inductor treats an unknown operator as a pure function. It has no public way to say otherwise.
     """
@@ -93,11 +93,11 @@ def lower_slices() -> None:
 
 
 def keep_in_backward(operator: str, library: Any) -> None:
-    """Let what was traced of an operator in a backward be part of the backward, and of nothing else.
+    """Let an operator that was traced in a backward be part of the backward only.
 
     AOTAutograd puts into the forward what does not depend on incoming gradients. A gradient may turn out to be a
-    constant (``0 * loss``), and what is done for its effect would then be done in forward, and in backward again.
-    torch has a mark for nodes that stay, and no public way to set it.
+    constant (``0 * loss``). An operator that has an effect would then run in forward, and again in backward. torch has
+    a mark for nodes that stay, and no public way to set it.
     """
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
@@ -106,7 +106,7 @@ def keep_in_backward(operator: str, library: Any) -> None:
     def trace(mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = mode.__torch_dispatch__(function, types, args, kwargs)
         nodes = mode.tracer.graph.nodes
-        # At the end of forward all nodes there are have been marked, the first input among them.
+        # By the end of forward, all nodes have been marked, the first input among them.
         if mark in next(iter(nodes)).meta:
             traced = next(node for node in reversed(nodes) if node.target is function)
             traced.meta[mark] = "must_be_in_backward"
@@ -132,14 +132,14 @@ def key_of(context: Any) -> str:
 
 
 class _Compilation(threading.local):
-    """The one that runs now in this thread."""
+    """The compilation that runs now in this thread."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, Callable[[str, BaseException], None]] = {}
         self.whole = False
-        """A graph break is an error."""
+        """Whether a graph break is an error."""
         self.handled: BaseException | None = None
-        """What the program was handling when it began: compiling in an ``except`` block is no failure."""
+        """The exception that the program was handling when it began. Compiling in an ``except`` block is no failure."""
 
 
 _compilation = _Compilation()
@@ -153,7 +153,7 @@ def _compilation_ended(_: Any) -> None:
     handled, _compilation.handled = _compilation.handled, None
     if error is None or error is handled or config.suppress_errors:
         return
-    # Those for which Dynamo runs the function uncompiled.
+    # For these errors Dynamo runs the function uncompiled.
     is_soft = isinstance(error, (exc.Unsupported, exc.UserError, exc.SkipFrame))
     if is_soft and not _compilation.whole and not isinstance(error, exc.UncapturedHigherOrderOpError):
         return
@@ -162,8 +162,8 @@ def _compilation_ended(_: Any) -> None:
 
 
 def tell_of_failure(context: Any, function: Callable[[str, BaseException], None]) -> None:
-    """In a function of :func:`at_compile_time`: have ``function`` called, with the key and the exception, should this
-    compilation end in one that the user gets to see, instead of running uncompiled.
+    """In a function of :func:`at_compile_time`: have ``function`` called with the key and the exception, if this
+    compilation ends in an exception that the user sees. It is not called if the function then runs uncompiled.
 
     Dynamo's own callback for the end of a compilation (``torch._dynamo.callback``) is run while the exception passes
     through it. It stays registered: it can't be taken out while callbacks are run.
@@ -174,7 +174,7 @@ def tell_of_failure(context: Any, function: Callable[[str, BaseException], None]
     _compilation.whole = bool(tracer.one_graph or tracer.error_on_graph_break)
     if not _compilation.listeners:
         _compilation.handled = sys.exc_info()[1]
-    # By key: tracing may start over, and come by here again.
+    # Listeners are kept by key, since tracing may start over and come here again.
     _compilation.listeners[key_of(context)] = function
     if _compilation_ended not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(_compilation_ended)
@@ -216,7 +216,7 @@ def optimized_module(module: Any) -> Any:
 def compile_like(compiled: Any, function: Callable[..., Any]) -> Any:
     """``function`` compiled with the backend and options of ``compiled``, a compiled function; None if unknown.
 
-    They are nowhere but in the closure that torch.compile makes.
+    They are only in the closure that torch.compile makes.
     """
     from torch._dynamo.eval_frame import OptimizeContext
 
@@ -234,8 +234,9 @@ def call_with_hooks(module: Any, *args: Any, **kwargs: Any) -> Any:
 def options_that_keep_order(backend: Any) -> dict[str, Any]:
     """Arguments with which inductor leaves operators in the order of the graph; none for another backend.
 
-    To save memory it moves what nothing waits for, gradients of weights that is, to the end of backward, where
-    there is nothing left to overlap with. As an argument, since the backward is compiled later, when it first runs.
+    To save memory, inductor moves what nothing waits for to the end of backward. That includes the gradients of
+    weights, and at the end there is nothing left for their communication to overlap with. The setting is an argument,
+    since the backward is compiled later, when it first runs.
     """
     inner = original_backend(backend)
     if not isinstance(inner, torch._TorchCompileInductorWrapper) or "reorder_for_peak_memory" in inner.config:
@@ -244,7 +245,7 @@ def options_that_keep_order(backend: Any) -> dict[str, Any]:
 
 
 def graph_breaks() -> dict[str, int]:
-    """The reasons of Dynamo's graph breaks so far in this process, with how often each came up."""
+    """The reasons for Dynamo's graph breaks so far in this process, with how often each came up."""
     from torch._dynamo.utils import counters
 
     return dict(counters["graph_break"])
@@ -253,8 +254,8 @@ def graph_breaks() -> dict[str, int]:
 def unseen_by_compiler(function: AnyFunction) -> AnyFunction:
     """torch.compile runs this function, and all it calls, as it is.
 
-    :func:`hidden_from_compiler` without its price a call: for hooks, which autograd calls from inside a compiled
-    function that runs a backward.
+    Its calls cost nothing, unlike those of :func:`hidden_from_compiler`. It is for hooks, which autograd calls from
+    inside a compiled function that runs a backward.
     """
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
@@ -262,7 +263,7 @@ def unseen_by_compiler(function: AnyFunction) -> AnyFunction:
 
 
 def keep_lowerings(namespace: str) -> None:
-    """Let Inductor's lite mode (``fallback_by_default``) treat our operators as collectives, too: it would not look."""
+    """Let Inductor's lite mode (``fallback_by_default``) look up our operators, too, and treat them as collectives."""
     from torch._inductor import graph, lowering
 
     torchs = graph.should_fallback_by_default

@@ -12,12 +12,12 @@ from torch.nn import Parameter
 from paceline._torch.c10d import settle_async_tensor
 
 DTensor = Any
-# Nearly all are, and isinstance() takes its time with the metaclass of tensors.
+# Nearly all tensors are of these classes, and isinstance() is slow with the metaclass of tensors.
 _PLAIN = frozenset((Tensor, Parameter))
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Asked without an import, which takes long: without it there is none."""
+    """Whether it is a DTensor. Nothing is imported to find out: if the module is not there, there is none."""
     if type(tensor) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -25,10 +25,9 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The very tensor that a DTensor holds, complete; others as they are.
+    """The tensor object that a DTensor holds, once it is complete; other tensors are returned as they are.
 
-    ``to_local()`` makes a new one at each call, even without gradients; which tensor it is tells us whether a gradient
-    lives in its bucket.
+    ``to_local()`` makes a new tensor at each call, but Paceline knows by identity whether a gradient is in its bucket.
     """
     return settle_async_tensor(tensor._local_tensor) if is_dtensor(tensor) else tensor
 
@@ -39,7 +38,7 @@ def wrap_local(local: Tensor, like: DTensor) -> Tensor:
 
 
 def has_partial_placement(tensor: DTensor) -> bool:
-    """Whether its value is the sum (or so) of what ranks hold."""
+    """Whether its value is a reduction, such as the sum, of what ranks hold."""
     return any(placement.is_partial() for placement in tensor.placements)
 
 

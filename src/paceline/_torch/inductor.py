@@ -22,10 +22,10 @@ from paceline._torch.compilation import original_backend
 
 
 def kernel_files() -> dict[str, str]:
-    """The libraries of C++ kernels that this process has loaded, below :func:`kernel_folder`; and of which kind.
+    """The libraries of C++ kernels that this process has loaded, by path in :func:`kernel_folder`, and their kind.
 
-    They are not part of ``torch.compiler.save_cache_artifacts``: who loads those compiles them anew, which is most of
-    the time that compiling for the CPU takes.
+    ``torch.compiler.save_cache_artifacts`` leaves them out: whoever loads its artifacts compiles the kernels anew,
+    which is most of the time that compiling for the CPU takes.
     """
     from torch._inductor import codecache
 
@@ -41,7 +41,7 @@ def kernel_files() -> dict[str, str]:
 def adopt_kernel(path: str, kind: str) -> None:
     """Have Inductor use a library at ``path``, below the folder, without looking at how it would compile it.
 
-    It looks for the file only after it has compiled the headers, at the price of a kernel.
+    Otherwise it looks for the file only after it has compiled the headers, which takes as long as a kernel.
     """
     cache = _kernel_caches()[kind]
     key = os.path.basename(path).partition(".")[0]
@@ -64,9 +64,9 @@ def kernel_folder() -> str:
 
 @contextlib.contextmanager
 def artifacts_of_this() -> Iterator[list[bytes]]:
-    """Fills the list with the cache artifacts of what is compiled meanwhile; nothing is put in if there are none.
+    """Fill the list with the cache artifacts of what is compiled meanwhile, if there are any.
 
-    ``torch.compiler.save_cache_artifacts`` has all since the process began.
+    ``torch.compiler.save_cache_artifacts`` by itself returns all artifacts since the process began.
     """
     from torch.compiler._cache import CacheArtifactManager as Manager
 
@@ -101,14 +101,14 @@ def is_inductor(backend: Any) -> bool:
 
 
 def import_inductor() -> None:
-    """What a first compilation begins with: imports, and a digest of torch's sources, which is part of cache keys."""
+    """Do what a first compilation begins with: imports, and a digest of torch's sources for cache keys."""
     from torch._inductor import codecache, compile_fx  # noqa: F401
 
     codecache.torch_key()
 
 
 class _Tried:
-    """The instruction sets that work, in Inductor's order; each is tried when somebody comes to it, by one thread."""
+    """The instruction sets that work, in Inductor's order. Each is tried by one thread, when it is first asked for."""
 
     def __init__(self, sets: list[Any]) -> None:
         self._sets = sets
@@ -117,7 +117,7 @@ class _Tried:
     def __iter__(self) -> Iterator[Any]:
         for one in self._sets:
             with self._lock:
-                # Compiles a library and loads it, the first time.
+                # The first time, this compiles a library and loads it.
                 works = bool(one)
             if works:
                 yield one
@@ -131,10 +131,10 @@ class _Tried:
 
 @contextlib.contextmanager
 def trials_on_demand() -> Iterator[None]:
-    """Inside, Inductor tries a set of vector instructions only if it comes to it, on the way to the one it uses.
+    """Let Inductor try sets of vector instructions only up to the first one that works, which is the one it uses.
 
-    Before its first C++ kernel it tries all that the processor has, one after the other, and takes the first that
-    works: on x86 a third of the time that a small model takes. There is no setting but to believe that all work.
+    Before its first C++ kernel it would try all that the processor has. On x86 that is a third of the time that a small
+    model takes to compile. The only setting is to try none, and to believe that all work.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -143,7 +143,7 @@ def trials_on_demand() -> Iterator[None]:
     named = set(module.x86_isa_checker()) if sys.platform == "linux" else set()
     sets = [one for one in module.supported_vec_isa_list if named.issuperset(str(one).split())]
     if not sets:
-        # Elsewhere nothing is tried.
+        # On other processors nothing is tried.
         yield
         return
     tried = _Tried(sets)
@@ -156,23 +156,25 @@ def trials_on_demand() -> Iterator[None]:
 
 @contextlib.contextmanager
 def headers_beside() -> Iterator[None]:
-    """Beside what runs inside, Inductor makes ready what every C++ kernel needs: trials, and compiled headers.
+    """Prepare what every C++ kernel needs, trials and compiled headers, in a thread, while the code inside runs.
 
-    Both are calls of the compiler, and come only when its first kernel is written. They are kept where Inductor looks.
+    Both are calls of the C++ compiler, which Inductor makes only when its first kernel is written. Their results are
+    kept where Inductor looks.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     def compile_headers() -> None:
-        # They come before a kernel, which is not compiled itself. What goes wrong will go wrong where it is needed.
+        # Headers come before a kernel, and the kernel itself is not compiled. An error will come again where they are
+        # needed.
         CppPythonBindingsCodeCache.load_pybinding_async([], "", submit_fn=lambda _: None)
 
     pool = ThreadPoolExecutor(max_workers=1)
-    # In this context: Inductor's settings are variables of it, and what a trial finds out is kept for good.
+    # It runs in a copy of this context, which has Inductor's settings: the result of a trial is kept for good.
     pool.submit(contextvars.copy_context().run, compile_headers)
     try:
         yield
     except BaseException:
-        # Whoever is to hear of it does not wait for headers.
+        # The error must not wait for headers.
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()
@@ -180,17 +182,17 @@ def headers_beside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_beside() -> Iterator[None]:
-    """Beside what this thread does inside, C++ kernels are compiled: Inductor waits for them at the end of it.
+    """Let C++ kernels be compiled while this thread runs the code inside, and wait for them only at the end.
 
-    Its threads compile the kernels of a graph while it waits for them. The forward's are not needed before the backward
-    is compiled, too, which begins with as much Python. It has no setting for it. Dynamo compiles on one thread at a
-    time; others may still load what is compiled.
+    Inductor's threads compile the kernels of a graph while Inductor waits for them. But the kernels of the forward are
+    not needed before the backward is compiled, which begins with as much Python. There is no setting for this. Dynamo
+    compiles on one thread at a time; other threads may still load what is compiled.
     """
     from torch._inductor.async_compile import AsyncCompile
 
     compiler: Any = AsyncCompile
     before, thread = compiler.wait, threading.get_ident()
-    # Inside another one, too, the end of this one waits.
+    # Inside another context of this kind, the end of this one waits, too.
     torchs = getattr(before, "torchs", before)
     postponed: list[tuple[Any, dict[str, Any]]] = []
 

@@ -1,4 +1,4 @@
-"""What a captured graph that is cut into parts needs of Dynamo and AOTAutograd, and torch has no public name for."""
+"""What it takes from Dynamo and AOTAutograd to cut a captured graph into parts, without public names in torch."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def region_step(node: fx.Node) -> int:
 
 
 def make_graph_module(root: fx.GraphModule, graph: fx.Graph, *, name: str) -> fx.GraphModule:
-    """A module of the kind that Dynamo makes now: its code is written when it runs, not anew after each pass."""
+    """A module of the kind that Dynamo makes. Its code is written when it runs, and not after each pass."""
     from torch.fx._lazy_graph_module import _make_graph_module
 
     return _make_graph_module(root, graph, class_name=name)
 
 
 def copy_what_dynamo_says(source: fx.GraphModule, part: fx.GraphModule, *, reason: str | None) -> None:
-    """Let ``part`` of ``source`` be known as a graph of Dynamo's, which AOTAutograd treats differently.
+    """Mark ``part`` of ``source`` as a graph of Dynamo's, which AOTAutograd treats differently.
 
-    ``reason`` is why it ends where it ends, in words; None if it ends where ``source`` ends. ``torch._dynamo.explain``
+    ``reason`` says why it ends where it ends; None if it ends where ``source`` ends. ``torch._dynamo.explain``
     shows it.
     """
     part.meta.update(source.meta)
@@ -56,12 +56,12 @@ def copy_what_dynamo_says(source: fx.GraphModule, part: fx.GraphModule, *, reaso
 
 
 def copy_source(node: fx.Node, placeholder: fx.Node) -> None:
-    """Say where ``placeholder`` of a part comes from: from where ``node`` does, or from another part."""
+    """Say where ``placeholder`` of a part comes from: from the same place as ``node``, or from another part."""
     set_source(placeholder, getattr(node, "_dynamo_source", None))
 
 
 def set_source(placeholder: fx.Node, source: object) -> None:
-    """AOTAutograd wants to know of each input of a graph of Dynamo's where it is from; None if not from the user."""
+    """Tell AOTAutograd where an input of a graph of Dynamo's comes from; None if it does not come from the user."""
     cast(Any, placeholder)._dynamo_source = source
 
 
@@ -75,27 +75,27 @@ class _Simulation(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
         if node.op == "get_attr" and isinstance(result, Tensor):
-            # What was done to it before counts as little as with an input.
+            # As with an input, what was done to it before does not count.
             result = self._mode.from_tensor(result, static_shapes=True)
         node.meta["example_value"] = result
         return result
 
 
 def simulate(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """For a graph that Dynamo has not captured: do to it what Dynamo does, so that each node says what it makes."""
+    """Note in each node of a graph what it makes, as Dynamo does in the graphs that it captures."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # Parameters that modules of the graph hold are what they are.
+    # Parameters that modules of the graph hold are not replaced by fake ones.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = [mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value for value in inputs]
     with mode:
         _Simulation(gm, mode).run(*given)
 
 
-class StandIns:
+class FakeInputs:
     """Tensors without memory that stand for the inputs of parts while those are compiled.
 
-    Dynamo's own are in each node, but compilers are to use others, which know no mutation that comes later in the
+    Each node has one of Dynamo's own, but compilers must use others, which were not changed by what comes later in the
     graph. Symbols are the same in both.
     """
 
@@ -107,11 +107,11 @@ class StandIns:
         self._contexts: Any = {} if whole is None else whole.tensor_to_context
         self.mode: Any = None if whole is None else whole.fake_mode
         if self.mode is None:
-            # Parameters that modules of the graph hold are what they are.
+            # Parameters that modules of the graph hold are not replaced by fake ones.
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def of(self, value: Any) -> Any:
-        """For an input of the whole graph. Inputs that share memory do so here, too."""
+        """The tensor for an input of the whole graph. Inputs that share memory do so here, too."""
         if not isinstance(value, Tensor) or is_fake(value):
             return self.like(value)
         context = self._contexts.get(value)
@@ -120,12 +120,12 @@ class StandIns:
         return self.mode.from_tensor(value, symbolic_context=context, source=context.tensor_source, trace=False)
 
     def like(self, value: Any, strides: Sequence[Any] | None = None) -> Any:
-        """For what a part hands to another, going by what Dynamo says it looks like."""
+        """The tensor for a value that one part hands to another, which looks as Dynamo says."""
         if not is_fake(value) or (value.fake_mode is self.mode and strides is None):
             return value
         strides = value.stride() if strides is None else strides
         with self.mode, torch.set_grad_enabled(value.requires_grad):
-            # Not a leaf, as no result of a part is: a change in place means something else for leaves.
+            # It is not a leaf, as no result of a part is: a change in place means something else for leaves.
             source = torch.empty((), device=value.device, requires_grad=value.requires_grad)
             return _Made.apply(source, value.size(), strides, value.dtype)
 
@@ -138,36 +138,36 @@ class _Made(torch.autograd.Function):
         return torch.empty_strided(size, strides, dtype=dtype, device=source.device)
 
 
-class PartContext:
-    """What AOTAutograd keeps of one part, apart from all others.
+class SubgraphContext:
+    """What AOTAutograd notes about one part, kept apart from all others.
 
-    It keeps one set of notes for each graph that Dynamo has captured. The parts of one would overwrite each other's,
-    and the backward of a part is compiled long after its forward. Guards go to where Dynamo looks for them.
+    AOTAutograd keeps one set of notes for each graph that Dynamo has captured. Parts of one graph would overwrite each
+    other's notes, and the backward of a part is compiled long after its forward. Guards still go to Dynamo.
     """
 
-    def __init__(self, stand_ins: StandIns) -> None:
+    def __init__(self, fake_inputs: FakeInputs) -> None:
         from torch._guards import TracingContext
 
         whole = TracingContext.try_get()
-        self._context = TracingContext(stand_ins.mode) if whole is None else copy.copy(whole)
+        self._context = TracingContext(fake_inputs.mode) if whole is None else copy.copy(whole)
         self._context.fw_metadata = None
 
     def compile(
         self, compile_function: Callable[..., Any], part: fx.GraphModule, inputs: Sequence[Any], *, show_outputs: bool
     ) -> Any:
-        """The compiled part. ``show_outputs`` if :meth:`outputs` is to be asked, which must then be the first call."""
+        """The compiled part. With ``show_outputs``, :meth:`outputs` must be called before the part is run."""
         self._context.fakify_first_call = show_outputs
         try:
             with self._active():
                 return compile_function(part, inputs)
         finally:
-            # It is kept for the backward, which is compiled when it first runs.
+            # The context is kept for the backward, which is compiled when it first runs.
             self._context.fakify_first_call = False
 
     def outputs(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Stand-ins for what the part returns, with the strides that its code was made for.
+        """Fake tensors for what the part returns, with the strides that its code was made for.
 
-        None if AOTAutograd had no part in it: then nothing but the graph itself says what it returns.
+        None if the backend does not use AOTAutograd: then only the graph itself says what it returns.
         """
         if self._context.fw_metadata is None:
             return None
@@ -190,19 +190,24 @@ def is_fake(value: Any) -> bool:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """A number that tensors have in common which share memory; None if they have none, or it cannot be changed.
+    """A number that is equal for tensors that share memory; None if there is no memory, or it cannot be changed.
 
-    Stand-ins have no address, so it is that of the storage itself, which only its private attribute has.
+    Fake tensors have no address. So this is the address of the storage object, which only a private attribute has.
     """
     if tensor.is_inference():
         return None
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse, or of another kind without
+    except (NotImplementedError, RuntimeError):  # sparse, or of another kind that has no storage
         return None
 
 
-# Public, but part of the compiler: importing them takes half a second, which only who compiles should pay.
+def n_changes(tensor: Tensor) -> int:
+    """How often ``tensor`` was changed in place, which autograd counts in a private attribute."""
+    return tensor._version
+
+
+# The names below are public, but importing them takes half a second, which only programs that compile should pay.
 
 
 def free_symbols(value: Any) -> set[Any]:
@@ -210,10 +215,3 @@ def free_symbols(value: Any) -> set[Any]:
     from torch.fx.experimental import symbolic_shapes
 
     return set(symbolic_shapes.free_symbols(value))
-
-
-def is_known(condition: Any) -> bool:
-    """Whether a condition on symbols holds whatever they are. Nothing is guarded by asking."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)

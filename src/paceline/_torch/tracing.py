@@ -15,7 +15,7 @@ from torch import Tensor
 def traced_forms() -> dict[str, Callable[..., Any]]:
     """What the compiler traces instead of an in-place collective, by the collective's name.
 
-    We stand in for the same functions, and pass on what torch handles, so that its graphs stay as they are.
+    We replace the same functions, and pass on the calls that torch handles, so that its graphs stay as they are.
     """
     from torch.distributed import _functional_collectives as functional
 
@@ -62,7 +62,7 @@ def refuse_to_enter(kind: type, *, name: str, explanation: str, hints: list[str]
 
 
 def trace_instead(original: Any, traced: Callable[..., Any]) -> None:
-    """As ``torch.compiler.substitute_in_graph``, for what that refuses: classes, and functions torch has a rule for."""
+    """``torch.compiler.substitute_in_graph`` for what it refuses: classes, and functions that torch has a rule for."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables.builder import VariableBuilder
@@ -70,7 +70,7 @@ def trace_instead(original: Any, traced: Callable[..., Any]) -> None:
 
     def wrap(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.CLASS_MATCH if isinstance(value, type) else GuardBuilder.CLOSURE_MATCH)
-        # Without a source of its own it would be given the original's, and its defaults be looked for there.
+        # Without a source of its own it would get the original's, and its defaults would be looked for there.
         source = AttrSource(builder.tx.import_source(traced.__module__), traced.__name__)
         return UserFunctionVariable(cast(Any, traced), source=source)
 
@@ -78,7 +78,7 @@ def trace_instead(original: Any, traced: Callable[..., Any]) -> None:
 
 
 def class_instead(original: type, traced: type) -> None:
-    """Let traced code that names ``original`` see ``traced``: an abstract class that has more members."""
+    """Let traced code that names ``original`` see ``traced``, an abstract class to which more classes belong."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables.builder import VariableBuilder
@@ -93,7 +93,7 @@ def class_instead(original: type, traced: type) -> None:
 
 
 def trace_as(alias: Callable[..., Any], original: Any) -> None:
-    """Let traced code of ours call ``original`` as torch traces it, by the name of ``alias``, past a row of ours."""
+    """Let our traced code call ``original``, which a row of ours replaces, as torch traces it, under ``alias``."""
     from torch._dynamo.variables.builder import VariableBuilder
 
     dispatch = VariableBuilder._id_dispatch()
@@ -127,8 +127,8 @@ def answer_while_tracing(function: Callable[[Any], Any]) -> None:
 def guard_value_of(kind: type, attribute: str) -> None:
     """Let graphs depend on which member of an enumeration an argument is, by its ``attribute``.
 
-    torch guards a member where it meets it first, and takes the same member from another place for granted: after
-    ``op == ReduceOp.SUM`` has been answered by a default or a table, ``op`` may become any.
+    torch guards a member only where it first meets it, and does not guard the same member from another place. If a
+    default or a table brought ``ReduceOp.SUM`` first, ``op`` could later be any other member.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
@@ -136,7 +136,7 @@ def guard_value_of(kind: type, attribute: str) -> None:
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     class Member(UserDefinedObjectVariable):
-        """Not of the type whose objects torch remembers by their identity."""
+        """A variable of another type than the one whose objects torch remembers by their identity."""
 
     def wrap(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.TYPE_MATCH)
@@ -152,7 +152,7 @@ def opaque_members(kind: type) -> dict[str, Any]:
 
 
 def set_opaque_guard(kind: type, facts: Callable[[Any], list[Any]]) -> None:
-    """What must be equal for a graph to serve another object of ``kind``; torch gives groups no guard at all."""
+    """Set what must be equal for a graph to serve another object of ``kind``; torch gives groups no guard at all."""
     _opaque(kind).guard_fn = facts
 
 
@@ -165,7 +165,7 @@ def _opaque(kind: type) -> Any:
 
 
 def read_at_trace_time() -> Any:
-    """The mark of a member that is evaluated while tracing, its result being a constant of the graph."""
+    """The mark of a member that is evaluated while tracing; its result is a constant of the graph."""
     from torch._library.opaque_object import MemberType
 
     return MemberType.USE_REAL
@@ -181,21 +181,40 @@ def traced_into() -> Any:
 def guard_what_is_read(kind: type, *, attributes: frozenset[str], methods: frozenset[str], identity: str) -> None:
     """Let graphs depend on what was read of an object of ``kind``, and on nothing else of it.
 
-    An opaque type has one guard for all its objects, the same whatever was read, and torch gives groups none: a graph
+    An opaque type has one guard for all its objects, whatever was read of them, and torch gives groups none: a graph
     that was made for one group then serves every other. ``attributes`` and the results of ``methods`` (which take no
     arguments) are guarded where they are read; any other use guards ``identity``, an attribute that no two share.
     """
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    guarded = _guarded_variable(attributes, methods, identity)
+    dispatch = VariableBuilder._type_dispatch()
+
+    def wrap(builder: Any, value: Any) -> Any:
+        guarded.asked = None
+        del dispatch[kind]
+        try:
+            variable = builder._wrap(value)
+        finally:
+            dispatch[kind] = wrap
+        if type(variable) is TorchScriptObjectVariable:
+            variable.__class__ = guarded
+        return variable
+
+    dispatch[kind] = wrap
+
+
+def _guarded_variable(attributes: frozenset[str], methods: frozenset[str], identity: str) -> Any:
+    """The class of the compiler's stand-ins for objects that :func:`guard_what_is_read` is about."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
-    from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.misc import LambdaVariable
     from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 
     class Guarded(TorchScriptObjectVariable):
-        """The compiler's stand-in for an object of that kind."""
-
-        # `a is b` asks both for what they stand for, and neither about the other: so remember who was asked last.
+        # `a is b` asks each for its object, but tells neither of the other. So we remember which was asked last.
         asked: Any = None
 
         def real(self) -> Any:
@@ -242,20 +261,7 @@ def guard_what_is_read(kind: type, *, attributes: frozenset[str], methods: froze
                 Guarded.asked = None
             return self.real()
 
-    dispatch = VariableBuilder._type_dispatch()
-
-    def wrap(builder: Any, value: Any) -> Any:
-        Guarded.asked = None
-        del dispatch[kind]
-        try:
-            variable = builder._wrap(value)
-        finally:
-            dispatch[kind] = wrap
-        if type(variable) is TorchScriptObjectVariable:
-            variable.__class__ = Guarded
-        return variable
-
-    dispatch[kind] = wrap
+    return Guarded
 
 
 def answer_about_modules(function: Callable[[Any], Any]) -> None:
@@ -277,7 +283,7 @@ def answer_about_modules(function: Callable[[Any], Any]) -> None:
 def call_untraceable_hooks(number: Callable[[Any], int], with_hook: Callable[[Tensor, int], Tensor]) -> None:
     """Let tensor hooks that cannot be traced be called by way of ``with_hook``, and let all be removed in the graph.
 
-    There is no public way to stand in for a tensor's method.
+    There is no public way to replace a tensor's method in a graph.
     """
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.variables.constant import ConstantVariable
@@ -288,7 +294,7 @@ def call_untraceable_hooks(number: Callable[[Any], int], with_hook: Callable[[Te
     torchs = TensorVariable._method_register_hook
 
     class Handle(RemovableHandleVariable):
-        """Of a hook on a tensor that is made in the graph."""
+        """The handle of a hook on a tensor that is made in the graph."""
 
         tensor: Any
         plain: Any
@@ -331,7 +337,7 @@ def call_untraceable_hooks(number: Callable[[Any], int], with_hook: Callable[[Te
 
 
 def compare_opaque_classes() -> None:
-    """``type(placement) == Shard``: torch's stand-in for such classes knows ``is``, and fails on ``==``."""
+    """Make ``type(placement) == Shard`` work: torch's stand-in for such classes knows ``is``, and fails on ``==``."""
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.script_object import OpaqueObjectClassVariable
 
@@ -367,7 +373,7 @@ def guard_hooks_of_modules() -> None:
 def say_what_objects_say() -> None:
     """Let what a group, mesh or placement raises while it is traced be the program's own exception.
 
-    Otherwise it ends as an internal error of the compiler, and so does reading what has no row.
+    Otherwise it ends as an internal error of the compiler, and so does reading a member that has no row.
     """
     from torch._dynamo import exc
     from torch._dynamo.variables.constant import ConstantVariable

@@ -1,27 +1,23 @@
 """Compiled training: collectives start from inside the whole backward graph. docs/compiler.md says how and why.
 
-- ``tap``: parameters that a graph reports together, and where their gradients go
-- ``ops``: the operators that stand in graphs
-- ``graph``: putting taps into a graph that Dynamo has captured
-- ``catch``: getting hold of that graph, whatever the backend
-- ``run``: what is called instead of the compiled graph: the wrapper's part around it
-- ``backend``: saying it explicitly: the backend ``paceline``, and ``paceline.compile``
-- ``split``: cutting graphs where buckets end, for backends that need it: ``cut`` (where; ``preparation`` sees to
-  it that casts do not matter), ``crossing`` (where not), ``part`` (the graphs), ``chain`` (compiling and running them)
-- ``agreement``: ranks compile the same frames at the same time; ``meeting`` (how they talk), ``shapes`` (what they have
-  seen), ``fingerprint`` (which graph it is), ``once`` (one rank compiles for all)
-- ``record``: what was compiled, and why something was not
-- ``placement``: when in backward each bucket leaves; ``explain`` shows it all
+- ``taps``: graphs whose backward reports its gradients while it runs
+- ``split``: graphs that are cut where buckets end, for backends that need it
+- ``consensus``: ranks that compile the same frames at the same time, or one rank for all
+- ``backend``: gives graphs with taps, or subgraphs, to another backend; has ``paceline.compile`` and the named backend
+- ``graph_capture``: gets hold of the graph that Dynamo captures, whatever its backend
+- ``record``: what was compiled, and why something was not; ``placement``: when in backward each bucket left;
+  ``explain``: shows both
+- ``graph_values``: what the nodes of a captured graph stand for
 """
 
-from paceline.compiler.agreement import Compilation, CompileAgreement, agreement
 from paceline.compiler.backend import Backend, backend, compile_module
-from paceline.compiler.catch import Inside, catch
+from paceline.compiler.consensus.compile_agreement import Compilation, CompileAgreement, agreement
 from paceline.compiler.explain import Explanation, explain
-from paceline.compiler.ops import enter, leave, tie
-from paceline.compiler.run import Mark, Wrapper
-from paceline.compiler.split import DDPOptimizer
-from paceline.compiler.tap import MAX_TAP_BYTES
+from paceline.compiler.graph_capture import Inside, catch
+from paceline.compiler.split.graph_split import DDPOptimizer
+from paceline.compiler.taps.graph_run import Mark, Wrapper
+from paceline.compiler.taps.ops import enter, leave, tie
+from paceline.compiler.taps.tap import MAX_TAP_BYTES
 
 __all__ = [
     "MAX_TAP_BYTES",

@@ -10,13 +10,13 @@ import torch
 from torch import fx, nn
 
 from paceline import _torch
-from paceline.compiler import graph as graphs
-from paceline.compiler.agreement import AgreedCall
-from paceline.compiler.binding import Bindings
+from paceline.compiler.consensus.compile_agreement import AgreedCall
 from paceline.compiler.placement import announcement
 from paceline.compiler.record import GraphRecord, note
-from paceline.compiler.run import GraphMark, Run
-from paceline.compiler.split import PlanSplit
+from paceline.compiler.split.graph_split import PlanSplit
+from paceline.compiler.taps import tapped_graph as graphs
+from paceline.compiler.taps.graph_run import GraphMark, Run
+from paceline.compiler.taps.parameter_binding import Bindings
 from paceline.errors import BadArgumentError
 
 CompileFunction = Callable[..., Callable[..., Any]]
@@ -25,7 +25,8 @@ CompileFunction = Callable[..., Callable[..., Any]]
 class Backend:
     """Calls ``inner``, the real backend, with graphs that report their gradients while backward runs.
 
-    With ``split`` it gets parts of graphs instead, which report nothing: gradients come when a part's backward ends.
+    With ``split`` the real backend gets subgraphs instead. They report nothing: autograd brings the gradients of a
+    subgraph when its backward ends.
     """
 
     def __init__(self, inner: CompileFunction, *, split: bool = False) -> None:
@@ -34,21 +35,21 @@ class Backend:
         self.__name__ = getattr(inner, "__name__", type(inner).__name__)
 
     def __eq__(self, other: object) -> bool:
-        """Dynamo asks, for code that was compiled with another one: blocks that are alike share their graphs."""
+        """Whether graphs can be shared: Dynamo asks this for blocks that are alike and have backends of their own."""
         return isinstance(other, Backend) and (self.inner, self.split) == (other.inner, other.split)
 
     def __hash__(self) -> int:
-        # torch's own backends have none.
+        # `inner` is left out, because torch's own backends have no hash.
         return hash((self.__name__, self.split))
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         if graphs.is_tapped(gm.graph):
-            # Caught, although the backend was named explicitly: each would do it.
+            # The backend was named explicitly and the graph was caught, too. The first of the two has put the taps in.
             return self.inner(gm, example_inputs, **(options or _torch.options_that_keep_order(self.inner)))
         marks = graphs.take_marks(gm.graph)
         gm.recompile()
         if marks and graphs.is_empty(gm.graph):
-            # There was nothing but marks, before a graph break or behind it.
+            # There was nothing but marks in it, before a graph break or behind one.
             return Run(gm.forward, marks=marks)
         if self.split:
             return self._split(gm, example_inputs, marks, **options)
@@ -70,7 +71,7 @@ class Backend:
         try:
             compiled = self.inner(tapped.gm, example_inputs, **options)
         except Exception as error:
-            # Others may be waiting for this rank in a collective of the step that it cannot take part in.
+            # Other ranks may wait for this one in a collective of a step that it cannot take part in.
             for reducer in tapped.reducers:
                 if reducer.channel.size > 1:
                     reducer.channel.report("compiling", error)
@@ -105,7 +106,7 @@ def backend(
 ) -> Callable[..., Any]:
     """``torch.compile(m, backend="paceline")``: inductor, with gradients reported while backward runs.
 
-    ``mode`` and ``options`` are inductor's; the option ``inner`` names another backend, which gets the others.
+    ``mode`` and ``options`` are those of inductor. The option ``inner`` names another backend, which gets the rest.
     """
     others = dict(options or {})
     inner = others.pop("inner", "inductor")
@@ -121,8 +122,8 @@ def compile_module(
     once: bool = False,
     **options: Any,
 ) -> Any:
-    """``torch.compile`` with ``inner`` as the backend, in which every graph reports its gradients, also where
-    breaks make several graphs of one forward. The other arguments are those of torch.compile.
+    """Compile with ``inner`` as the backend, and let every graph report its gradients, even if breaks make several
+    graphs of one forward. The other arguments are those of ``torch.compile``.
 
     ``split=True`` cuts graphs where buckets end instead, and ``inner`` gets one graph for each bucket.
 
@@ -131,8 +132,8 @@ def compile_module(
     """
     if split and once:
         raise BadArgumentError(
-            "split=True and once=True do not go together: torch keeps no artifacts of parts, which one rank could give "
-            "to the others. Leave one of them out."
+            "split=True and once=True do not go together: torch keeps no artifacts of the parts, so that one rank has "
+            "nothing to give to the others. Leave one of them out."
         )
     chosen = _torch.find_backend(inner, mode=options.pop("mode", None), options=options.pop("options", None))
     compiled = torch.compile(model, backend=Backend(chosen, split=split), **options)

@@ -1,4 +1,4 @@
-"""Looking at a compiled step: graphs, breaks and their reasons, and where in backward each bucket leaves."""
+"""Shows a compiled step: its graphs, breaks and their reasons, and when in backward each bucket leaves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.compiler.backend import Backend, CompileFunction
 from paceline.compiler.placement import Departure, departures, table
 from paceline.compiler.record import GraphRecord, records_of
 from paceline.errors import BadTypeError
-from paceline.outputs import find_tensors
-from paceline.reducer import Reducer
+from paceline.gradients.outputs import find_tensors
+from paceline.reduction.reducer import Reducer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Explanation:
     """Why Dynamo made more than one graph: reasons, and how often."""
     departures: tuple[Departure, ...]
     untapped: dict[str, str]
-    """Parameters that no graph reports, and why: autograd brings them, at the end of their graph's backward."""
+    """Parameters that no graph reports, and why. Autograd brings their gradients when their graph's backward ends."""
 
     @property
     def total_bytes(self) -> int:
@@ -61,8 +61,8 @@ def explain(
 ) -> Explanation:
     """Compile ``model``, a wrapper, and run two steps of it on ``inputs``; on every rank of its group.
 
-    Gradients are as they were afterwards; buffers are not (a BatchNorm counts the batches). Graphs compiled before
-    stay as they are. The loss is the sum of all outputs, so what does not reach the outputs counts as unused.
+    Afterwards gradients are as they were before, but buffers are not (a BatchNorm counts the batches). Graphs that were
+    compiled before stay. The loss is the sum of all outputs, so what does not reach the outputs counts as unused.
 
     With ``split`` graphs are cut where buckets end, as ``paceline.compile(..., split=True)`` does.
 
@@ -80,12 +80,12 @@ def explain(
     def forward(*inputs: Any, **kwargs: Any) -> Any:
         return wrapper(*inputs, **kwargs)
 
-    # A piece of code of its own, whose compilations are not counted with anybody else's.
+    # It gets a code object of its own, so that Dynamo does not count its compilations with others.
     forward.__code__ = forward.__code__.replace()
     run = torch.compile(forward, backend=Backend(_torch.find_backend(backend), split=split))
     kept = [(param, None if param.grad is None else param.grad.clone()) for param in wrapper.parameters()]
     for _ in range(2):
-        # Twice: the first one compiles, and learns the order of the buckets.
+        # The first step compiles and learns the order of the buckets; the second is the one that is shown.
         with torch.enable_grad():
             _loss(run(*inputs, **kwargs)).backward()
     for param, grad in kept:

@@ -1,4 +1,4 @@
-"""When in backward each bucket leaves: measured, as values and as a table."""
+"""When in backward each bucket left, by the clock: as values, and as a table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.compiler.run import Announcement
-from paceline.plan import MB
-from paceline.reducer import Reducer
+from paceline.compiler.taps.graph_run import Announcement
+from paceline.gradients.plan import MB
+from paceline.reduction.reducer import Reducer
 
 logger = logging.getLogger("paceline.compiler")
-# The first step learns the order of gradients, the second one is the first with the buckets that stay.
+# The first step learns the order of gradients. The second is the first with the buckets that stay.
 SETTLED_STEPS = 2
 
 
@@ -24,11 +24,11 @@ class Departure:
     size_bytes: int
     n_params: int
     fraction: float
-    """How much of backward was done, going by the clock: 0 at its start, 1 at its end, or after it."""
+    """How much of backward's time had passed: 0 at its start, 1 at its end or later."""
 
 
 def departures(reducer: Reducer) -> tuple[Departure, ...]:
-    """Of the last step."""
+    """The departures of the last step."""
     times = reducer.telemetry.last
     duration_ns = max(1, times.backward_compute_ns)
     return tuple(
@@ -58,7 +58,7 @@ _announced: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def announcement(reducers: Sequence[Reducer]) -> Announcement | None:
-    """Logs the table of each reducer once, when it has taken the steps that it needs to settle."""
+    """A function that logs the table of each reducer once, after the steps that its buckets need to settle."""
     if not logger.isEnabledFor(logging.INFO):
         return None
     waiting = [(weakref.ref(reducer), reducer.telemetry.steps + SETTLED_STEPS) for reducer in reducers]

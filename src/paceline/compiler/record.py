@@ -1,11 +1,11 @@
-"""What was compiled for a wrapper, and why something was not: kept for whoever asks."""
+"""What was compiled for a wrapper, and why something was not."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
 
-from paceline.reducer import Reducer
+from paceline.reduction.reducer import Reducer
 
 
 @dataclass
@@ -17,7 +17,7 @@ class GraphRecord:
     taps: list[list[str]] = field(default_factory=list)
     """The names of the parameters that are reported together."""
     untapped: dict[str, str] = field(default_factory=dict)
-    """Parameters among its inputs that are not reported, and why not: autograd brings their gradients."""
+    """Parameters among its inputs that are not reported, and why not. Autograd brings their gradients."""
     starts: bool = False
     """The forward of the wrapper begins in it."""
     cuts: list[str] = field(default_factory=list)

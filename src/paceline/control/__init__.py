@@ -1,17 +1,19 @@
-"""The control channel: what ranks tell each other besides gradients. Over the store, no pickle.
+"""The conversation of ranks: what they tell each other besides gradients. Nothing is pickled.
 
-- ``wire``: messages, typed and sealed; ``board``: where they are put up and read
-- ``agreement``: everybody contributes, everybody learns the same
-- ``failure``: news of a rank that failed, with the line of ``user_code``
-- ``channel``: agreement, news of failure and watchful waits (``vigil``), for one wrapped module
-- ``census``: which process each rank is; ``errands``: asking a store that may never answer
-- ``last_words``: telling the others of an exception that ends the program
+The data flows from bytes to meaning: ``wire`` encodes messages, typed and sealed; a ``store_thread`` asks the store,
+which may never answer; on a ``board`` messages are put up and read; over a line (``store_line``, ``tensor_line``) ranks
+``agree``; a ``channel`` gives one wrapped module agreements, news of ``failure`` and waits for peers (``peer_wait``);
+``last_words`` tells the others of an exception that ends the program.
+
+Beside that, ranks can be found: ``census`` says which process each of them is, ``progress`` and ``jobs`` keep files of
+what they did last, and ``hang`` asks where they are (``whereabouts``, ``stacks``, ``user_code``). ``digest`` and
+``replicas`` compare tensors.
 """
 
-from paceline.control.agreement import VALUE_LIMIT_BYTES, Agreement
+from paceline.control.agree import Agreement
 from paceline.control.census import sign_in
 from paceline.control.channel import Channel
 from paceline.control.difference import OPTION
 from paceline.control.failure import Failure
 
-__all__ = ["OPTION", "VALUE_LIMIT_BYTES", "Agreement", "Channel", "Failure", "sign_in"]
+__all__ = ["OPTION", "Agreement", "Channel", "Failure", "sign_in"]

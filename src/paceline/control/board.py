@@ -3,74 +3,80 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from paceline.control import wire
-from paceline.control.errands import Errands
-from paceline.control.wire import BadMessageError, Field, Kind
+from paceline.control.store_thread import StoreThread
+from paceline.control.wire import Field, MessageKind
 
 T = TypeVar("T")
 
-_log = logging.getLogger("paceline.control")
-
 
 class Board:
-    """Sealed messages by key. What is no message, or not the one that belongs under a key, counts as not there."""
+    """Sealed messages by key. Bytes that are not a message, or not the one for this key, count as absent."""
 
     def __init__(
-        self, store: dist.Store, *, name: str, errands: Errands | None = None, own_connection: bool = False
+        self, store: dist.Store, *, name: str, store_thread: StoreThread | None = None, own_connection: bool = False
     ) -> None:
         """``name`` tells this board from others of the job, so that a message of one is refused by another."""
         self.store: Any = store  # torch's stubs know text only, and stores take bytes
         self.name = name
-        self._errands = errands or Errands()
+        self._store_thread = store_thread or StoreThread()
         self._own_connection = own_connection
-        self._refused: set[str] = set()
+        self._reader = wire.Reader()
 
-    def on_another_connection(self, errands: Errands) -> Board:
+    def on_another_connection(self, store_thread: StoreThread) -> Board:
         """The same board for another thread, which must not wait while this one does.
 
         It connects when it is first used: torch asks the name server about every connection, and that may take seconds.
         """
-        return Board(self.store, name=self.name, errands=errands, own_connection=True)
+        return Board(self.store, name=self.name, store_thread=store_thread, own_connection=True)
 
     def in_one_go(self, call: Callable[..., T], *args: Any) -> T:
-        """``call(*args)``, which asks the board several things: together they cost the hand-over of one."""
-        return self._errands.run(call, *args)
+        """Run ``call(*args)``, which asks the board several things, with one hand-over to the store's thread."""
+        return self._store_thread.run(call, *args)
 
     def _ask(self, what: str, *args: Any) -> Any:
-        """Every call of the store's; raises ``StoreSilentError`` if it does not answer."""
-        return self._errands.run(self._call, what, *args)
+        """Call a method of the store; raises ``StoreSilentError`` if the store does not answer."""
+        return self._store_thread.run(self._call, what, *args)
 
     def _call(self, what: str, *args: Any) -> Any:
         if self._own_connection:
-            # Not every store can; then the threads take turns.
+            # Not every store can be cloned. If this one cannot, the threads take turns.
             self._own_connection = False
             with contextlib.suppress(RuntimeError):
                 self.store = self.store.clone()
         return getattr(self.store, what)(*args)
 
-    def put(self, key: str, kind: Kind, *fields: Field) -> None:
-        self._ask("set", key, wire.encode(kind, *fields, place=f"{self.name}/{key}"))
+    def put(self, key: str, kind: MessageKind, *fields: Field) -> None:
+        """Put up a message, in place of what was there."""
+        self.set(key, wire.encode(kind, *fields, place=f"{self.name}/{key}"))
 
-    def put_first(self, key: str, kind: Kind, *fields: Field) -> None:
-        """Put it up unless there is something already, which then stays."""
+    def set(self, key: str, message: bytes) -> None:
+        """Put up a message that is encoded already."""
+        self._ask("set", key, message)
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes under ``key``; None if there are none, or the message was taken back."""
+        return (self.has(key) and self._ask("get", key)) or None
+
+    def put_first(self, key: str, kind: MessageKind, *fields: Field) -> None:
+        """Put up a message, unless there is one already, which then stays."""
         self._ask("compare_set", key, "", wire.encode(kind, *fields, place=f"{self.name}/{key}"))
 
     def add(self, key: str, amount: int) -> int:
-        """Count ``key`` up, and return what it is then."""
+        """Add ``amount`` to the counter ``key``, and return its new value."""
         return int(self._ask("add", key, amount))
 
     def blank(self, key: str) -> None:
-        """Take a message back. Not deleted: another rank may be about to read it, and would wait for it."""
+        """Take a message back. The key stays, because another rank may be about to read it, and would wait for it."""
         self._ask("set", key, "")
 
     def is_blank(self, key: str) -> bool:
-        """Whether there was a message, which was taken back."""
+        """Whether there was a message that was taken back."""
         return self.has(key) and not self._ask("get", key)
 
     def delete(self, key: str) -> None:
@@ -82,21 +88,10 @@ class Board:
         """Whether there is something under every key."""
         return bool(self._ask("check", list(keys)))
 
-    def read(self, key: str, kind: Kind) -> tuple[Field, ...] | None:
+    def read(self, key: str, kind: MessageKind) -> tuple[Field, ...] | None:
         """The message under ``key``; None if there is none, it was taken back, or it is refused."""
         return self.in_one_go(self._read, key, kind)
 
-    def _read(self, key: str, kind: Kind) -> tuple[Field, ...] | None:
-        if not self.has(key):
-            return None
-        data: bytes = self._ask("get", key)
-        if not data:
-            return None
-        try:
-            return wire.decode(kind, data, place=f"{self.name}/{key}")
-        except BadMessageError as error:
-            # Once for a key, and for some keys only: who fills the store with garbage must not fill the log.
-            if key not in self._refused and len(self._refused) < 16:
-                self._refused.add(key)
-                _log.warning("A message on the control channel was refused (%s): %s.", key, error)
-            return None
+    def _read(self, key: str, kind: MessageKind) -> tuple[Field, ...] | None:
+        data = self.get(key)
+        return self._reader.read(kind, data, place=f"{self.name}/{key}") if data else None

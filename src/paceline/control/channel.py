@@ -1,6 +1,6 @@
 """A rank's line to the others over the group's store: agreement before collectives, news of failure.
 
-Nothing here asks the store in a step without trouble: only a wait that lasts does (`vigil`).
+In a step without trouble, nothing here asks the store: only a wait that takes long does (`peer_wait`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline import _torch
 from paceline.control import hang, jobs, stacks
-from paceline.control.agreement import VALUE_LIMIT_BYTES, Agreement, Agreements
+from paceline.control.agree import WORD_LIMIT_BYTES, Agreement
 from paceline.control.board import Board
 from paceline.control.census import census_of, job_of
 from paceline.control.difference import describe_difference
-from paceline.control.errands import lines_of
 from paceline.control.failure import MESSAGE_LIMIT, Failure, News, failure_of
 from paceline.control.hang import Inquiries
 from paceline.control.last_words import speak_for
+from paceline.control.peer_wait import PeerWait
 from paceline.control.progress import Progress
-from paceline.control.vigil import Vigil
-from paceline.control.wire import Kind
+from paceline.control.store_line import StoreLine
+from paceline.control.store_thread import store_threads_of
+from paceline.control.wire import MessageKind
 from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError, StoreSilentError
 
 T = TypeVar("T")
@@ -47,25 +50,27 @@ class Channel:
         self.size = dist.get_world_size(group)
         self.timeout_s = _torch.group_timeout_s(group)
         world = dist.group.WORLD or group
-        lines = lines_of(group)
-        self.errands = lines.own
-        # The count of this rank's channels is kept in the store: it begins and ends with the group. Asked for once,
-        # however long it takes: what counts cannot be asked twice.
+        lines = store_threads_of(group)
+        self.store_thread = lines.own
+        # The count of this rank's channels is kept in the store, because it begins and ends with the group. It is asked
+        # for once, however long that takes: asking again would count again.
         store = dist.PrefixStore("paceline", _torch.group_store(group))
         try:
-            number = self.errands.run(store.add, f"channels/{self.rank}", 1, within_s=self.timeout_s)
-            # What one rank made up and all have: a message of another job, or group, does not fit here.
-            self.job = self.errands.run(job_of, group, within_s=self.timeout_s)
-            whole = self.job if world is group else self.errands.run(job_of, world, within_s=self.timeout_s)
+            number = self.store_thread.run(store.add, f"channels/{self.rank}", 1, within_s=self.timeout_s)
+            # One rank made up this name, and all ranks share it: messages of another job or group do not fit here.
+            self.job = self.store_thread.run(job_of, group, within_s=self.timeout_s)
+            whole = self.job if world is group else self.store_thread.run(job_of, world, within_s=self.timeout_s)
         except StoreSilentError as error:
             raise RankLostError(f"Rank {self.rank} could not begin to talk to the others. {error}") from error
-        self._board = Board(dist.PrefixStore(str(number), store), name=f"{self.job}/{number}", errands=self.errands)
-        self._agreements = Agreements(self._board, rank=self.rank, size=self.size)
+        self._board = Board(
+            dist.PrefixStore(str(number), store), name=f"{self.job}/{number}", store_thread=self.store_thread
+        )
+        self._line = StoreLine(self._board, rank=self.rank, size=self.size, waiter=self._agreeing)
         self._news = News(self._board, rank=self.rank)
         self._generation = 0
         self.hang = hang.settings()
         self.is_watched = self.size > 1 and self.hang.mode != "off"
-        # One directory for all groups of the same ranks: whoever looks wants to see all that a process takes part in.
+        # One directory for all groups of a job: whoever looks wants to see everything that a process takes part in.
         directory = jobs.make_directory(whole) if self.is_watched else None
         self.progress = Progress(
             directory,
@@ -75,7 +80,7 @@ class Channel:
             group="" if self.job == whole else self.job,
             stack_signal=stacks.answer_requests(directory),
         )
-        census = census_of(world, whole, self.errands, ranks=dist.get_process_group_ranks(group))
+        census = census_of(world, whole, self.store_thread, ranks=dist.get_process_group_ranks(group))
         if self.size > 1:
             census.sign(self.rank)
         self.inquiries = Inquiries(
@@ -89,7 +94,7 @@ class Channel:
         self._news_for_watch = News(self.inquiries.board, rank=self.rank)
         self._obituaries: set[int] = set()
         self.heard: Failure | None = None
-        """What the watch has heard of another rank, for this one to find when it comes by."""
+        """What the watch has heard about another rank. This rank looks at it before its next collective."""
         if self.size > 1:
             speak_for(self)
         if self.is_watched:
@@ -107,15 +112,15 @@ class Channel:
     # -- agreement -----------------------------------------------------------------------------------
 
     def agree(self, topic: str, value: int | bytes, *, timeout_s: float | None = None) -> Agreement:
-        """Bring ``value`` and learn what every rank of the group brought; the same answer on all ranks.
+        """Bring ``value`` and learn what every rank of the group brought. All ranks get the same answer.
 
-        Ranks must agree in the same order, from one thread at a time. Topics should be few, as the last round of each
-        stays in the store: what varies belongs into the value, an int of 64 bits or up to `VALUE_LIMIT_BYTES` (agree
-        on a digest of what is longer).
+        Ranks must agree in the same order, from one thread at a time. Topics should be few, because the last round of
+        each stays in the store. What varies belongs in the value, which is a 64-bit integer or at most
+        `WORD_LIMIT_BYTES` bytes. Agree on a digest of anything longer.
 
-        Waits for ``timeout_s``, by default the group's time-out, and then names who is ``missing`` instead of raising.
-        Raises as soon as another rank has said that it failed (``PeerFailedError``) or has ended (``RankLostError``).
-        One or two milliseconds on one host; not for every step.
+        It waits for ``timeout_s``, by default the group's time-out, and then names the ranks that are ``missing``
+        instead of raising. It raises as soon as another rank has said that it failed (``PeerFailedError``) or has ended
+        (``RankLostError``). It takes one or two milliseconds on one host, and is not for every step.
 
         Example::
 
@@ -124,16 +129,14 @@ class Channel:
             elif not found.equal: ...          # found.differing, found.values
             most = channel.agree("compiles", count).reduce(max)
         """
-        vigil = Vigil(
-            self,
-            f"the comparison of {topic}",
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-            for_collective=False,
-        )
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            return self._agreements.agree(topic, value, vigil)
+            return self._line.agree(topic, value, timeout_s=timeout_s)
         except dist.DistError as error:
-            raise vigil.broken(error) from error
+            raise self._agreeing(topic, timeout_s).broken(error) from error
+
+    def _agreeing(self, topic: str, timeout_s: float) -> PeerWait:
+        return PeerWait(self, f"the comparison of {topic}", timeout_s=timeout_s, for_collective=False)
 
     def compare(self, what: str, rows: list[Sequence[Any]], names: list[str]) -> None:
         """Return once all ranks have brought the same ``rows``; raise the same error on all if they differ.
@@ -153,13 +156,13 @@ class Channel:
         raise ParameterMismatchError(describe_difference(what, rows_of_rank, names))
 
     def gather(self, tag: str, text: str) -> list[str]:
-        """Everybody's ``text``, by rank. For what must be said in words, when something is wrong."""
+        """Everybody's ``text``, by rank. This is for when something is wrong and has to be said in words."""
         return self._share(tag, text[:MESSAGE_LIMIT])
 
     def _share(self, topic: str, text: str) -> list[str]:
         """Everybody's ``text``, which may be long, in pieces that fit an agreement."""
         raw = text.encode()
-        pieces = [raw[at : at + VALUE_LIMIT_BYTES] for at in range(0, len(raw), VALUE_LIMIT_BYTES)]
+        pieces = [raw[at : at + WORD_LIMIT_BYTES] for at in range(0, len(raw), WORD_LIMIT_BYTES)]
         most = self.agree(f"{topic}: length", len(pieces))
         told = [b""] * self.size
         for n in range(most.reduce(max)):
@@ -185,28 +188,28 @@ class Channel:
             return
         self._generation += 1
         told = self.rank, step, reason[:MESSAGE_LIMIT]
-        vigil = Vigil(self, "the news of its own parameters", timeout_s=self.timeout_s, for_collective=False)
-        vigil.insist(lambda: self._board.put(f"replan/{self._generation}", Kind.REPLAN, *told))
+        wait = PeerWait(self, "the announcement of its new parameters", timeout_s=self.timeout_s, for_collective=False)
+        wait.insist(lambda: self._board.put(f"replan/{self._generation}", MessageKind.REPLAN, *told))
 
     # -- failure -------------------------------------------------------------------------------------
 
     def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
-        """Tell the others that this rank raised; never raises itself. ``final``: it ends the program."""
+        """Tell the others that this rank raised; never raises itself. ``final`` means that it ends the program."""
         if self.size > 1:
             failure = failure_of(self.rank, where, error, final=final)
             self.progress.fail(str(failure))
             if isinstance(error, PeerError):
-                # An echo: the others should hear the cause, and hear it once.
+                # This error is an echo. The others should hear its cause, and hear it once.
                 self.give_up(self.rank if error.rank is None else error.rank, where, str(error))
             else:
                 self._news.report(failure, nameless=error is None)
 
     def retract(self) -> None:
-        """This rank goes on after all: the exception was caught and the step is being tried again."""
+        """Take the reports back: the exception was caught, the step is being tried again, and this rank goes on."""
         self._news.retract()
 
     def news(self) -> Failure | None:
-        """The first failure of another rank that stands."""
+        """The first failure of another rank that has not been taken back."""
         return self._news.first()
 
     def given_up(self) -> bool:
@@ -214,7 +217,7 @@ class Channel:
         return self._news.is_given_up()
 
     def raise_news(self, doing: str) -> None:
-        """Raise what has happened to another rank, if something has."""
+        """Raise an error if something has happened to another rank."""
         self._raise(self.news(), doing)
 
     def _raise(self, failure: Failure | None, doing: str) -> None:
@@ -228,8 +231,8 @@ class Channel:
         """Look for news that will not be taken back, and for ranks that died without a word; called by the watch."""
         gone = set(self.inquiries.gone())
         for rank in gone - self._obituaries:
-            # For other hosts, which cannot see it.
-            self.inquiries.board.put(f"gone/{rank}", Kind.WORDS, "its process has ended")
+            # This tells the ranks of other hosts, which cannot see the process.
+            self.inquiries.board.put(f"gone/{rank}", MessageKind.WORD, ("its process has ended",))
             self.inquiries.board.add("gone", 1)
             self._obituaries.add(rank)
         missed = self.inquiries.missed() if gone else []
@@ -245,31 +248,31 @@ class Channel:
     def check_news(self) -> None:
         """Raise what the watch has heard: there is no point in starting something that others will not join."""
         if self.heard is not None:
-            # It may be more than was heard; or the store is silent by now.
+            # There may be more news than the watch has heard, and the store may be silent by now.
             with contextlib.suppress(dist.DistError):
                 self.raise_news("its own work, before a collective")
             self._raise(self.heard, "its own work, before a collective")
 
     def gone(self) -> list[int]:
-        """The ranks whose processes have ended, as this host sees or a rank of their own has told."""
+        """The ranks whose processes have ended, as seen on this host or as told by a rank of their own host."""
         found = set(self.inquiries.gone())
         with contextlib.suppress(dist.DistError):
             if self._board.add("gone", 0):
-                found |= {rank for rank in range(self.size) if self._board.read(f"gone/{rank}", Kind.WORDS)}
+                found |= {rank for rank in range(self.size) if self._board.read(f"gone/{rank}", MessageKind.WORD)}
         return sorted(found - {self.rank})
 
     def linger(self, rank: int | None, *, deadline: float) -> None:
-        """Let ``rank``, the first cause, end first: launchers take the first process that ends for the cause."""
+        """Wait until ``rank``, the first cause, has ended, because launchers blame the process that ends first."""
         while rank is not None and self.inquiries.is_running(rank) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def raise_replan(self, doing: str) -> None:
         """Raise if another rank has left the plan of buckets in which this one waits."""
-        match self._board.read(f"replan/{self._generation + 1}", Kind.REPLAN):
+        match self._board.read(f"replan/{self._generation + 1}", MessageKind.REPLAN):
             case (int(rank), int(step), str(reason)) if step <= self.step:
                 pass
             case _:
-                # None, or that rank is ahead: it has what this one is still waiting for.
+                # There is no such news, or that rank is ahead: it has already joined what this one is waiting for.
                 return
         raise PeerFailedError(
             f"The parameters of rank {rank} changed since the last step ({reason}), and those of this "
@@ -278,13 +281,37 @@ class Channel:
             rank=rank,
         )
 
+    # -- collectives ---------------------------------------------------------------------------------
+
+    def start_all_reduce(
+        self, tensor: Tensor, what: str, *, op: Any = dist.ReduceOp.SUM, kind: str = "all-reduce"
+    ) -> Callable[[], None]:
+        """Begin to reduce ``tensor`` over the ranks, in place. The function that this returns waits for the result."""
+        # The size of a sparse tensor's rows is compared between ranks, but not their number, which may differ.
+        self.progress.start(kind, what, tensor.values()[:0] if tensor.is_sparse else tensor)
+        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        assert work is not None
+        return partial(self._finish, work, f"the {kind} of {what}", tensor)
+
+    def start_broadcast(self, tensor: Tensor, what: str, *, source: int) -> Callable[[], None]:
+        """Begin to give all ranks the ``tensor`` of rank ``source``. The function that this returns waits for it."""
+        self.progress.start("broadcast", what, tensor)
+        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        assert work is not None
+        return partial(self._finish, work, f"the broadcast of {what}", tensor)
+
+    def _finish(self, work: dist.Work, doing: str, kept: Tensor) -> None:
+        """Wait for a collective. ``kept`` lives until then, since not every backend holds on to what it sends."""
+        self.wait(work, doing)
+
     # -- waiting -------------------------------------------------------------------------------------
 
     def wait(self, work: dist.Work, doing: str, *, excuse: Callable[[], bool] | None = None) -> None:
         """``work.wait()`` that ends with an error as soon as another rank has said that it failed.
 
-        Where ``wait()`` does not block the host (accelerator streams) it returns at once, as ever. ``excuse`` is asked
-        now and then whether the others may take longer: then neither time-out nor hang watch count. It may raise.
+        Where ``wait()`` does not block the host (accelerator streams) it returns at once, as ever. ``excuse`` is called
+        now and then. If it returns True, the others may take longer, and neither the time-out nor the hang watch
+        counts. It may raise.
         """
 
         def attempt(timeout_s: float) -> bool:
@@ -295,14 +322,14 @@ class Channel:
                     raise
                 if not work.is_completed():
                     return False
-                # It ended, well or not, between the two looks: the error above is about time alone.
+                # The work ended, well or not, just after the time-out, so that the error above is only about the time.
                 work.wait()
             return True
 
         self._wait(attempt, doing, excuse)
 
     def wait_future(self, future: torch.futures.Future[T], doing: str) -> T:
-        """``future.wait()`` with the same watchfulness."""
+        """``future.wait()`` that watches for failures in the same way."""
         if not future.done():
             pause_s = 20e-6
 
@@ -326,40 +353,40 @@ class Channel:
         except RuntimeError as error:
             if not _is_of_a_backend(error):
                 raise
-            raise Vigil(self, doing, timeout_s=self.timeout_s).broken(error) from error
+            raise PeerWait(self, doing, timeout_s=self.timeout_s).broken(error) from error
 
     def _wait(self, attempt: Callable[[float], bool], doing: str, excuse: Callable[[], bool] | None = None) -> None:
-        vigil = Vigil(self, doing, timeout_s=self.timeout_s, excuse=excuse)
+        wait = PeerWait(self, doing, timeout_s=self.timeout_s, excuse=excuse)
         try:
-            if not vigil.keep(attempt):
-                raise vigil.expired()
+            if not wait.keep(attempt):
+                raise wait.expired()
         except PeerError:
             raise
         except RuntimeError as error:
             # Some backends notice the time-out themselves.
             if "timed out" in str(error).lower():
-                raise vigil.expired() from error
-            raise vigil.broken(error) from error
+                raise wait.expired() from error
+            raise wait.broken(error) from error
 
     def give_up(self, rank: int, doing: str, why: str) -> None:
         """Let the others raise for the same reason: from here on this rank does not join them any more."""
-        # Who cannot be told finds out as this rank did.
+        # A rank that cannot be told finds out as this rank did.
         with contextlib.suppress(dist.DistError):
             self._news.give_up(Failure(rank, doing, "", why[:MESSAGE_LIMIT].rstrip("."), final=True, lost=True))
 
     def sign_as_survivor(self) -> None:
-        """This rank is there, though its connections broke."""
+        """Tell the others that this rank is still there, although its connections broke."""
         self._board.blank(f"survivor/{self.rank}")
 
     def survivors(self) -> set[int]:
-        """Who has signed."""
+        """The ranks that have signed."""
         with contextlib.suppress(dist.DistError):
             return {rank for rank in range(self.size) if self._board.has(f"survivor/{rank}")}
         return set()
 
 
 def _is_of_a_backend(error: RuntimeError) -> bool:
-    """Whether a future failed because a connection did; what else it holds is the user's callback's."""
-    # A future hands on the text of an error that passed through a callback, and not the error.
+    """Whether a future failed because a connection did; any other error comes from a callback of the user."""
+    # A future hands on only the text of an error that passed through a callback.
     words = ("Connection", "gloo/", "Socket", RankLostError.__name__)
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Rows that begin so compare an option of the wrapper instead of a parameter.
+# Rows that begin with this compare an option of the wrapper instead of a parameter.
 OPTION = "option "
 
 

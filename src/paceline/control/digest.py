@@ -1,7 +1,8 @@
 """Digests of tensors, by which replicas are compared: 64 bits for all bytes of a tensor, made where it lives.
 
-Bytes are summed as 64-bit words by rows and by columns of a table, and the sums weighed by where they stand, so that
-what moved counts as well as what changed. Two passes over the memory, no copy of it. Not for adversaries.
+The bytes are read as a table of 64-bit words. Its rows and its columns are summed, and each sum is weighted by its
+position, so that a tensor whose bytes only moved has another digest. This takes two passes over the memory and no copy
+of it. It does not protect against somebody who wants two tensors to have the same digest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from paceline import _torch
 
 _COLUMNS = 1024
-# Odd, as far from each other as 64-bit numbers are; multiplication wraps.
+# These are odd 64-bit numbers whose bits are well mixed. Multiplication by them wraps.
 _ROW, _COLUMN, _TAIL, _MORE = (
     -7046029254386353131,
     -4417276706812531889,
@@ -25,9 +26,9 @@ _ROW, _COLUMN, _TAIL, _MORE = (
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit number of the bytes, as a tensor of no dimensions on the same device.
+    """A 64-bit digest of the bytes, as a tensor of no dimensions on the same device.
 
-    Of a DTensor those of what this rank holds of it.
+    For a DTensor these are the bytes that this rank holds.
     """
     tensor = _torch.local_tensor(tensor)
     words, rest = _as_words(tensor)
@@ -40,7 +41,7 @@ def digest(tensor: Tensor) -> Tensor:
     for n, part in enumerate(parts):
         if part.numel():
             total = total + _weigh(part, _TAIL + 2 * n)
-    # So that zeros of different lengths differ.
+    # The length counts, so that zeros of different lengths differ.
     return total + _signed(tensor.numel() * _MORE + tensor.element_size())
 
 
@@ -67,7 +68,7 @@ def _as_words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weigh(numbers: Tensor, factor: int) -> Tensor:
-    # Odd, as an even weight loses the highest bits; and those take part in the lower ones first.
+    # The weights are odd, since an even weight loses the highest bits, which are first mixed into the lower ones.
     weights = torch.arange(1, 2 * numbers.numel(), 2, dtype=torch.int64, device=numbers.device) * factor
     return ((numbers ^ (numbers >> 32)) * weights).sum()
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from paceline.control.board import Board
 from paceline.control.user_code import line_of_traceback
-from paceline.control.wire import Kind
+from paceline.control.wire import MessageKind
 
 MESSAGE_LIMIT = 2000
 _FINAL, _LOST = 1, 2
@@ -16,16 +16,16 @@ _FINAL, _LOST = 1, 2
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's news: it raised, and why; or what the others found: it is gone."""
+    """News about one rank: it raised, and why; or the others found that it is gone."""
 
     rank: int
     where: str
     type: str
     message: str
     line: str = ""
-    """Of the user's code: ``train.py:88 in load``."""
+    """The line of the user's code, such as ``train.py:88 in load``."""
     final: bool = False
-    """It ends the program: nobody will take it back."""
+    """The exception ends the program, so that nobody will take the news back."""
     lost: bool = False
     """The rank itself said nothing: others noticed that it is gone, or stuck, and the message says so in full."""
 
@@ -37,7 +37,7 @@ class Failure:
 
 
 def failure_of(rank: int, where: str, error: BaseException | None, *, final: bool = False) -> Failure:
-    """The news of ``error``; None for one of which only is known that there was one."""
+    """The news of ``error``. None stands for an unknown exception."""
     if error is None:
         return Failure(rank, where, "an exception", "")
     return Failure(
@@ -66,7 +66,7 @@ class News:
         """Tell the others that this rank raised; never raises itself."""
         try:
             if self._reports and (self._nameless or failure.final) and not nameless:
-                # The same exception, now that it can be named: backward only knew that there was one.
+                # This is the same exception, which can be named now: backward only knew that there was one.
                 number = self._reports[-1]
             else:
                 number = self._board.add("failures", 1)
@@ -78,37 +78,37 @@ class News:
             return
 
     def retract(self) -> None:
-        """This rank goes on after all: the exception was caught and the step is being tried again."""
+        """Take the reports back: the exception was caught, the step is being tried again, and this rank goes on."""
         self._nameless = False
         while self._reports:
             self._board.blank(f"failure/{self._reports.pop()}")
 
     def first(self) -> Failure | None:
-        """The first failure of another rank that stands."""
+        """The first failure of another rank that has not been taken back."""
         for number in range(self._past + 1, self._board.add("failures", 0) + 1):
             key = f"failure/{number}"
             failure = self._read(key)
             if failure is not None and failure.rank != self._rank:
                 return failure
-            # One that is counted and not there yet is still to come, and none after it may be forgotten.
+            # A report that is counted but not there yet is still to come, so that ``_past`` must not move beyond it.
             if number == self._past + 1 and (failure is not None or self._board.is_blank(key)):
                 self._past = number
-        # Whoever is to blame, this rank included: the others are not coming any more.
+        # This counts even if this rank is to blame, because the others are not coming any more.
         return self._read("given_up")
 
     def give_up(self, failure: Failure) -> None:
-        """This rank is about to raise because of ``failure``: from here on that cannot be taken back."""
-        self._board.put_first("given_up", Kind.FAILURE, *_fields(failure))
+        """Tell the others that this rank is about to raise because of ``failure``, which can then not be taken back."""
+        self._board.put_first("given_up", MessageKind.FAILURE, *_fields(failure))
 
     def is_given_up(self) -> bool:
         """Whether some rank has raised because of a failure of this one."""
         return bool(self._reports) and self._board.has("given_up")
 
     def _put(self, key: str, failure: Failure) -> None:
-        self._board.put(key, Kind.FAILURE, *_fields(failure))
+        self._board.put(key, MessageKind.FAILURE, *_fields(failure))
 
     def _read(self, key: str) -> Failure | None:
-        match self._board.read(key, Kind.FAILURE):
+        match self._board.read(key, MessageKind.FAILURE):
             case (int(rank), str(where), str(type_), str(message), str(line), int(flags)):
                 return Failure(rank, where, type_, message, line, bool(flags & _FINAL), bool(flags & _LOST))
         return None

@@ -1,17 +1,15 @@
-"""The hang watch: one thread a process that answers where its rank is, and asks the others when nothing happens.
+"""The hang watch: one thread per process, which says where its rank is and asks the others when nothing happens.
 
-An *inquiry* is a number that somebody counts up in the store. Every rank's thread looks at it now and then and puts up
-its position with that number, which answers all inquiries up to it; who asked reads them, and for ranks that do not
-answer looks at their file and their process. Off the path of a step: it is the thread's connection to the store, and
-its time.
+An *inquiry* is a number that somebody counts up in the store. Every rank's thread looks at it now and then, and puts up
+its position together with that number. This answers all inquiries up to that number. The rank that asked reads the
+positions, and looks at the files and processes of ranks that do not answer. None of this is on the path of a step: the
+thread has a connection to the store of its own.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
@@ -23,18 +21,20 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from paceline.control import stacks
+from paceline import threads
 from paceline.control.board import Board
 from paceline.control.census import Census
-from paceline.control.position import HOLDS_LOCK, Position, Report, explain, of_record, of_this_rank
 from paceline.control.progress import Process, Progress, Record, process_state, read_file
 from paceline.control.user_code import OWN_COLLECTIVE, collective_frame, line_of_frame
-from paceline.control.wire import Kind
-from paceline.options import HangWatch
+from paceline.control.whereabouts import HOLDS_LOCK, Diagnosis, Whereabouts, explain, of_record, of_this_rank
+from paceline.control.wire import MessageKind
+from paceline.settings import HangWatch
 
 LOOK_S = 0.5
 """How often a rank looks whether somebody asks where it is."""
 ANSWER_S = 3 * LOOK_S
+# The watch may be waiting for an answer of the store.
+_END_S = 5.0
 _log = logging.getLogger("paceline.control")
 
 _settings: HangWatch | None = None
@@ -65,7 +65,7 @@ class Inquiries:
         self._size = size
         self._directory = directory
         self._answered = 0
-        # Who asks answers as well, and not from the watch's thread: no answer may be put over a later one.
+        # A rank that asks also answers, on a thread other than the watch's. No answer may replace a later one.
         self._answering = threading.Lock()
 
     def answer(self) -> None:
@@ -74,17 +74,17 @@ class Inquiries:
             asked = self.board.add("inquiries", 0)
             if asked > self._answered:
                 told = of_this_rank(self.progress).fields()
-                self.board.put(f"position/{self.rank}", Kind.POSITION, asked, *told)
+                self.board.put(f"whereabouts/{self.rank}", MessageKind.WHEREABOUTS, asked, *told)
                 self._answered = asked
 
     def ask(
         self, meanwhile: Callable[[], None] | None = None, *, within_s: float | None = None
-    ) -> dict[int, Position | None]:
-        """Where every rank is, in ``within_s`` (`ANSWER_S`) or less; None for one of which nothing can be learnt.
+    ) -> dict[int, Whereabouts | None]:
+        """Where every rank is, learnt in ``within_s`` at most (`ANSWER_S`); None for a rank that stays unknown.
 
         Others may ask at the same time: ``meanwhile`` answers them, by default on this channel.
         """
-        found: dict[int, Position | None] = dict.fromkeys(range(self._size))
+        found: dict[int, Whereabouts | None] = dict.fromkeys(range(self._size))
         deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
         try:
             number = self.board.add("inquiries", 1)
@@ -98,23 +98,23 @@ class Inquiries:
             return self.read_files() | {rank: position for rank, position in found.items() if position is not None}
         return {rank: position or self._from_file(rank) for rank, position in found.items()}
 
-    def read_files(self) -> dict[int, Position | None]:
-        """The same without asking anybody, when the store does not answer: as files and processes say."""
+    def read_files(self) -> dict[int, Whereabouts | None]:
+        """Where every rank is according to files and processes, for when the store does not answer. Nobody is asked."""
         found = {rank: self._from_file(rank, running="") for rank in self._others()}
         return found | {self.rank: of_this_rank(self.progress)}
 
-    def _answer_of(self, rank: int, number: int) -> Position | None:
-        match self.board.read(f"position/{rank}", Kind.POSITION):
+    def _answer_of(self, rank: int, number: int) -> Whereabouts | None:
+        match self.board.read(f"whereabouts/{rank}", MessageKind.WHEREABOUTS):
             case (int(answered), *fields) if answered >= number:
-                return Position.from_fields(tuple(fields))
+                return Whereabouts.from_fields(tuple(fields))
         return None
 
-    def report(self) -> Report:
+    def report(self) -> Diagnosis:
         """Why nothing happens."""
         return explain(self.ask(), self._size)
 
-    def report_own_collective(self, meanwhile: Callable[[], None]) -> Report | None:
-        """The same, when this rank is in a collective that the user called; None if a lower rank is, and tells."""
+    def report_own_collective(self, meanwhile: Callable[[], None]) -> Diagnosis | None:
+        """The report, if this rank is in a collective of the user's; None if a lower rank is in one, and reports it."""
         positions = self.ask(meanwhile)
         waiting = [rank for rank, position in positions.items() if position and position.activity == OWN_COLLECTIVE]
         return explain(positions, self._size) if self.rank <= min(waiting, default=self.rank) else None
@@ -128,9 +128,9 @@ class Inquiries:
         return [rank for rank in self._others() if self._state(rank) == "stopped"]
 
     def missed(self) -> list[int]:
-        """The ranks of this host that have died before a collective which this rank has started.
+        """The ranks of this host that died before a collective that this rank has started.
 
-        By their files alone, which a rank that ends well takes away.
+        Their files show it, because a rank that ends well removes its file.
         """
         records = {rank: self._record(rank) for rank in self.gone()}
         return [rank for rank, record in records.items() if record and record.started < self.progress.started]
@@ -144,19 +144,19 @@ class Inquiries:
 
     def _state(self, rank: int) -> str:
         """As `process_state`; empty if nothing is known of the rank."""
-        # The watch asks this of every rank, twice a second: files are read until they have said who it is.
+        # The watch asks this about every rank twice a second, so a file is read only until it has named the process.
         if rank not in self._processes and (record := self._record(rank)) is not None:
             self._processes[rank] = record.process
         known = self._processes.get(rank)
         return process_state(known) if known is not None else self._census.state(rank)
 
-    def _of_the_dead(self, rank: int) -> Position | None:
-        """Nothing has to be awaited of a process that has ended."""
+    def _of_the_dead(self, rank: int) -> Whereabouts | None:
+        """Where a rank was, if its process has ended or is stopped and will not answer."""
         record = self._record(rank)
         dead = record is not None and process_state(record) in ("gone", "stopped")
         return self._from_file(rank) if dead else None
 
-    def _from_file(self, rank: int, *, running: str = HOLDS_LOCK) -> Position | None:
+    def _from_file(self, rank: int, *, running: str = HOLDS_LOCK) -> Whereabouts | None:
         record = self._record(rank)
         if record is None or self._directory is None:
             return None
@@ -179,38 +179,27 @@ class Watched(Protocol):
 
 
 class _Watch:
-    """The thread."""
+    """The thread of the hang watch, for all channels of this process."""
 
     def __init__(self) -> None:
         self._channels: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._ended = threading.Event()
-        self._pid = 0
+        self._thread: threads.Thread | None = None
         self._seen: tuple[int, int] | None = None
         self._seen_since = 0.0
-        # The frame itself, which keeps its address from being given to the next call's. Only of a call that looks
-        # stuck: with a frame all that its callers have in their variables is kept.
+        # The frame itself is held, so that the next call cannot get its address. It is held only for a call that looks
+        # stuck, because a frame keeps alive everything that its callers have in their variables.
         self._held: FrameType | None = None
         self._told = False
 
     def add(self, channel: Watched) -> None:
         self._channels.add(channel)
-        if self._pid != os.getpid():
-            # The first channel, or the first one in a process that was forked.
-            self._pid = os.getpid()
-            self._ended.clear()
-            thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
-            thread.start()
-            atexit.register(self._end, thread)
+        # This is the first channel of the process, or the first one after a fork or after all threads were ended.
+        if self._thread is None or not self._thread.is_alive():
+            self._ended = threading.Event()
+            self._thread = threads.start(self._run, self._ended, name="watch", stop=self._ended.set, within_s=_END_S)
 
-    def _end(self, thread: threading.Thread) -> None:
-        # A thread that is inside C++ when the interpreter ends would take the process down with it.
-        self._ended.set()
-        if thread is not threading.current_thread() and self._pid == os.getpid():
-            thread.join(5.0)
-            stacks.take_away()
-
-    def _run(self) -> None:
-        while not self._ended.wait(LOOK_S):
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.wait(LOOK_S):
             self._answer()
             for channel in list(self._channels):
                 with contextlib.suppress(Exception):
@@ -221,7 +210,7 @@ class _Watch:
 
     def _answer(self) -> None:
         for channel in list(self._channels):
-            # A store that is gone: its group has ended, or its host.
+            # The store may be gone, because its group or its host has ended.
             with contextlib.suppress(Exception):
                 channel.inquiries.answer()
 
@@ -247,9 +236,9 @@ class _Watch:
     def _tell_of_raw_collective(self, frame: FrameType, waited_s: float) -> None:
         """Say who waits for whom, on the lowest rank that waits."""
         where = f"torch.distributed.{frame.f_code.co_name} for {waited_s:.0f} s, called at {line_of_frame(frame)}"
-        reports: list[Report | None] = []
+        reports: list[Diagnosis | None] = []
         for channel in list(self._channels):
-            # Of a group that has ended nothing can be learnt; the others shall be heard nevertheless.
+            # Nothing can be learnt about a group that has ended, but the other groups are asked nevertheless.
             with contextlib.suppress(Exception):
                 reports.append(channel.inquiries.report_own_collective(self._answer))
         told = [str(report) for report in reports if report is not None]

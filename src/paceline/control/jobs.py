@@ -1,8 +1,8 @@
-"""The files of a job: a directory that its ranks of one host share, and that outlives them if they die.
+"""The files of a job, in a directory that its ranks on one host share, and that outlives them if they die.
 
-A rank that ends well takes its files away, and the directory with the last of them. What is left was left by ranks that
-were killed or raised, for ``python -m paceline doctor``; the oldest go when there are many. A directory of which a
-process still runs, or with a file in it that is not ours, is never touched.
+A rank that ends well removes its files, and the last rank also removes the directory. What remains was left by ranks
+that were killed or raised; ``python -m paceline doctor`` reads it. When there are many directories, the oldest are
+removed. A directory is never touched if one of its processes still runs, or if it has a file that is not ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from paceline.control.progress import Record, birth, process_state, read_file
-from paceline.options import job_directory
+from paceline.settings import job_directory
 
 KEPT_JOBS = 32
 _log = logging.getLogger("paceline.control")
@@ -25,7 +25,7 @@ _OURS = re.compile(r"(?:[0-9a-f]{32}\.)?wrapper\d+\.rank\d+|stacks\.(\d+)")
 
 
 def make_directory(job: str) -> Path | None:
-    """This job's directory; None if there cannot be one, which costs only what the doctor could say."""
+    """This job's directory; None if it cannot be made, in which case only the doctor has less to say."""
     base = job_directory()
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def all_jobs(base: Path) -> list[Path]:
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for path in base.iterdir():
-            # Each by itself: another rank may be taking one away.
+            # Each path is looked at by itself, because another rank may be removing one.
             with contextlib.suppress(OSError):
                 info = path.lstat()
                 if re.fullmatch(r"[0-9a-f]{32}", path.name) and stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o022:
@@ -72,7 +72,7 @@ def _prune(base: Path) -> None:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether ``path`` is a file of ours whose process is gone; of other hosts' that is not known."""
+    """Whether ``path`` is a file of ours whose process is gone. It is False for processes of other hosts."""
     named = _OURS.fullmatch(path.name)
     if named is None or not stat.S_ISREG(path.lstat().st_mode):
         return False

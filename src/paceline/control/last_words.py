@@ -1,8 +1,8 @@
 """What a rank says when an exception ends its program, wherever it came from.
 
-The wrapper itself sees exceptions in forward and in backward. One in the loss function, the data loader or the
-optimizer it never meets; but if nobody catches it the interpreter calls ``sys.excepthook``, and from there the
-other ranks hear of it at once instead of when the process, which may take its time, has ended.
+The wrapper itself sees exceptions in forward and in backward. It never sees one in the loss function, the data loader
+or the optimizer. If nobody catches such an exception, the interpreter calls ``sys.excepthook``, and from there the
+other ranks hear of it at once. They need not wait until the process has ended, which may take a while.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Protocol
 from paceline.control import own_files
 from paceline.control.user_code import user_frames
 from paceline.errors import PeerError
-from paceline.options import environment
+from paceline.settings import environment
 
 END_S = 5.0
-"""How long a program that another rank's failure ends may take for it."""
+"""How long a program may take to end when another rank's failure ends it."""
 LINGER_S = 3.0
-"""How long it waits at most, for all its wrappers, until the process that failed first has ended."""
+"""How long it waits at most, over all its wrappers, for the process that failed first to end."""
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -49,8 +49,9 @@ def speak_for(speaker: Speaker) -> None:
     """Have ``speaker`` report the exception that ends this program, if one does while it is alive."""
     global _hook
     _speakers.add(speaker)
-    # Not at import: a program that wraps nothing keeps its hook. And once only: torch chains one of its own for every
-    # process group, so that ours is rarely the outermost.
+    # The hook is not set at import, so that a program that wraps nothing keeps its own. It is set only once. Looking at
+    # ``sys.excepthook`` would not tell: torch chains a hook for every process group, so that ours is rarely the
+    # outermost.
     if _hook is None:
         _hook = sys.excepthook = _chain(sys.excepthook)
 
@@ -60,7 +61,7 @@ def _tell_torchrun(error: BaseException) -> None:
     if environment("TORCHELASTIC_ERROR_FILE"):
         traceback = error.__traceback__
         try:
-            # It asks Python for the exception that is being handled.
+            # ``ErrorHandler`` asks Python for the exception that is being handled.
             raise error
         except BaseException:
             with contextlib.suppress(Exception):
@@ -71,9 +72,9 @@ def _tell_torchrun(error: BaseException) -> None:
 
 
 def _end_soon() -> None:
-    """See to it that the process ends: a backend whose collective will never end waits for it when it is destroyed.
+    """Make sure that the process ends: a backend that is destroyed waits for its collectives, even if they never end.
 
-    By faulthandler, whose thread needs no interpreter; the stacks it writes on this occasion are of no interest.
+    This uses faulthandler, whose thread does not need the interpreter. The stacks that it writes are thrown away.
     """
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -81,7 +82,7 @@ def _end_soon() -> None:
 
 
 def _chain(before: ExceptHook) -> ExceptHook:
-    """``before`` with the news sent first; an error that another rank caused is made short, and waits its turn."""
+    """A hook that sends the news, then calls ``before``. An error that another rank caused is shortened and waits."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         own_files.keep = True
@@ -92,17 +93,17 @@ def _chain(before: ExceptHook) -> ExceptHook:
                 with contextlib.suppress(Exception):
                     speaker.report("its program", error, final=True)
         if isinstance(error, PeerError):
-            # Not told again, being an echo. Where in torch and in here this rank waited is not what a person looks for.
+            # The others are not told, because this error is an echo. Frames of torch and of Paceline help nobody here.
             error.__cause__, error.__suppress_context__ = None, True
             traceback = error.__traceback__ = user_frames(traceback)
             deadline = time.monotonic() + LINGER_S
             for speaker in list(_speakers):
-                # The first cause is read first, and ends first.
+                # The rank that failed first should print first and end first.
                 with contextlib.suppress(Exception):
                     speaker.linger(error.rank, deadline=deadline)
         before(kind, error, traceback)
         if isinstance(error, PeerError):
-            # Once it does end: a prompt calls this hook too, and goes on.
+            # This waits until the program does end, because an interactive prompt calls this hook too, and goes on.
             atexit.register(_end_soon)
         else:
             _tell_torchrun(error)

@@ -6,11 +6,11 @@ import contextlib
 from pathlib import Path
 
 keep = False
-"""An exception ends this program: what its files say is wanted."""
+"""Whether an exception ends this program, so that its files are kept."""
 
 
 def remove(path: Path) -> None:
-    """Take a file of a job away, and the job's directory if it was the last."""
+    """Remove a file of a job, and the job's directory if that was its last file."""
     if keep:
         return
     with contextlib.suppress(OSError):

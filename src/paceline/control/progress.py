@@ -1,7 +1,7 @@
 """Which collectives a rank has started, and what it waits for: a few lines of memory that are also a file.
 
-The file is mapped, so that writing costs no system call and what was written is there when the process is not: for
-other ranks of the host, and for the doctor. One file a wrapper and rank. ::
+The file is mapped, so that writing costs no system call, and so that other ranks of the host and the doctor can read it
+after the process has ended. There is one file per wrapper and rank. ::
 
     head: who this is | how many collectives | waiting since when, in what | how it failed
     ring: the last collectives: number, when, and a line of text each
@@ -72,7 +72,7 @@ class Record:
     recent: dict[int, str]
     """The last collectives by number, from 1."""
     owner: int | None = None
-    """Whose file says so; None if it is not from a file."""
+    """The user who owns the file; None if the record does not come from a file."""
 
     @property
     def process(self) -> Process:
@@ -85,7 +85,7 @@ class Progress:
     def __init__(
         self, directory: Path | None, *, rank: int, size: int, wrapper: int, group: str = "", stack_signal: int = 0
     ) -> None:
-        """``group``: a name of the process group whose wrapper it is, if that is not the default group."""
+        """``group`` names the wrapper's process group, if that is not the default group."""
         self.wrapper = wrapper
         self.started = 0
         self.waiting_since = 0.0
@@ -95,7 +95,7 @@ class Progress:
         path = directory / self.file_name(rank) if directory is not None else None
         memory = _map(path) if path is not None else None
         self.path = path if memory is not None else None
-        """None: what is written is for this process alone."""
+        """None if there is no file: then only this process can read what is written."""
         self._memory = memory = memory or mmap.mmap(-1, FILE_BYTES)
         host = this_host().encode()
         _WHO.pack_into(memory, 0, MAGIC, os.getpid(), birth(os.getpid()), rank, size, wrapper, stack_signal, host)
@@ -108,7 +108,7 @@ class Progress:
         return f"{self._prefix}wrapper{self.wrapper}.rank{rank}"
 
     def start(self, kind: str, what: str, tensor: Tensor) -> None:
-        """A collective is about to be started."""
+        """Record that a collective is about to be started."""
         self.started = number = self.started + 1
         text = f"{kind} of {what}, {tensor.numel()} x {tensor.dtype}".encode()
         _ENTRY.pack_into(self._memory, _RING_AT + number % RING * _ENTRY.size, number, text)
@@ -124,7 +124,7 @@ class Progress:
         self._write_state()
 
     def fail(self, text: str) -> None:
-        """This rank failed: the doctor will want to know how."""
+        """Record how this rank failed, for the doctor."""
         _TEXT.pack_into(self._memory, _FAILED_AT, text.encode(errors="replace"))
 
     def recent(self) -> dict[int, str]:
@@ -135,16 +135,17 @@ class Progress:
 
 
 def _remove(path: Path, pid: int) -> None:
-    # A fork drops its copy, and is not the rank.
+    # A forked process drops its copy of the object, but it is not the rank.
     if os.getpid() == pid:
         own_files.remove(path)
 
 
 def _map(path: Path) -> mmap.mmap | None:
-    """A new file in memory; None if there cannot be one, which costs only what others could read in it."""
+    """A new file, mapped into memory; None if it cannot be made, in which case others have nothing to read."""
     try:
         with path.open("w+b") as file:
-            # Not only its length: where no room is left, a store into a page that has none ends the process (SIGBUS).
+            # The length alone is not enough: on a full disk, writing to a page without a block ends the process
+            # (SIGBUS).
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
             file.truncate(FILE_BYTES)
@@ -199,7 +200,7 @@ def _text(raw: bytes) -> str:
 
 
 def birth(pid: int) -> int:
-    """When a process began, in the kernel's ticks, by which to know it from another of the same number; 0: gone."""
+    """When a process began, in the kernel's ticks, which tells it from others with the same pid; 0 if it is gone."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
@@ -209,7 +210,7 @@ def this_process() -> Process:
 
 
 def this_host() -> str:
-    """A name of where process numbers mean the same: machines, and containers of one, may be called alike."""
+    """A name of the place where a pid means the same process. Host names do not suffice: containers may share one."""
     return f"{socket.gethostname()[:40]}-{_kernel()}"
 
 
@@ -222,7 +223,7 @@ def _kernel() -> str:
 
 
 def process_state(process: Process | Record) -> str:
-    """``running``, ``stopped`` or ``gone``; empty if it is a process of another host, or this one does not say."""
+    """``running``, ``stopped`` or ``gone``; empty if the process is on another host, or if this host does not tell."""
     if process.host != this_host() or not os.path.exists("/proc/self/stat"):
         return ""
     fields = _stat(process.pid)
@@ -234,7 +235,7 @@ def process_state(process: Process | Record) -> str:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether there is such a process, of which this user may not see anything (``hidepid``)."""
+    """Whether the process exists although this user may not see it (``hidepid``)."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -1,7 +1,8 @@
-"""Whether ranks hold the same tensors: digests, compared in one exchange; words only if they differ.
+"""Whether ranks hold the same tensors. They compare digests in one exchange, and tell more only if these differ.
 
-Each rank brings its digests and their complements to one maximum: a digest that all ranks share is then the complement
-of its complement's maximum. A rank that has no opinion on a tensor brings the least number, twice.
+Each rank brings its digests and their bitwise complements to one maximum. The complement of the second maximum is the
+minimum of the digests, and all ranks share a digest if its maximum equals its minimum. A rank that has no opinion on a
+tensor brings the least number in both places.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ NO_OPINION = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
-class Item:
-    """One tensor, or what belongs together, by the name that people know."""
+class Held:
+    """One tensor, or several that belong together, by the name that people know."""
 
     part: str
     """``parameter``, ``buffer``, ``gradient``, ...; `Difference` speaks of the first part that differs."""
@@ -34,10 +35,10 @@ class Item:
 class Difference:
     """What differs, and between whom."""
 
-    items: tuple[Item, ...]
-    """All of them, in the order in which they were brought."""
+    items: tuple[Held, ...]
+    """All items that differ, in the order in which they were brought."""
     groups: tuple[tuple[int, ...], ...]
-    """Ranks that hold the same of the first item; most of them first."""
+    """Ranks that hold the same value of the first item; the largest group comes first."""
 
     def parts(self) -> set[str]:
         return {item.part for item in self.items}
@@ -49,15 +50,12 @@ class Difference:
         return f"{first} differs between {ranks} ({', '.join(counts)} in all)"
 
 
-def compare(channel: Channel, items: Sequence[Item], digests: Tensor) -> Difference | None:
-    """Compare ``digests``, one an item, with the other ranks: a collective. None if they are the same."""
+def compare(channel: Channel, items: Sequence[Held], digests: Tensor) -> Difference | None:
+    """Compare ``digests``, one per item, with those of the other ranks, by a collective. None if they are the same."""
     if channel.size == 1 or not items:
         return None
     both = torch.cat([digests, torch.where(digests == NO_OPINION, digests, ~digests)])
-    channel.progress.start("all-reduce", "the digests of replicas", both)
-    work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-    assert work is not None
-    channel.wait(work, "the comparison of replicas")
+    channel.start_all_reduce(both, "the digests of replicas", op=dist.ReduceOp.MAX)()
     most, least = both[: len(items)], ~both[len(items) :]
     differs = ((most != least) & (most != NO_OPINION)).tolist()
     if not any(differs):

@@ -1,7 +1,8 @@
-"""Stacks on request: a signal makes a process write where its threads are, whoever holds the interpreter lock."""
+"""Stacks on request: a signal makes a process write where its threads are, whichever holds the interpreter lock."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import logging
@@ -16,7 +17,8 @@ from paceline.control import own_files
 from paceline.control.progress import Record, birth
 from paceline.control.user_code import is_user_code
 
-# One that hardly anybody uses: SIGUSR1 and SIGUSR2 are schedulers' notice of an end. 0: there are none of that kind.
+# Hardly anybody uses this signal, while SIGUSR1 and SIGUSR2 are how schedulers announce an end. 0 means that this
+# system has no signals of that kind.
 SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else 0
 _log = logging.getLogger("paceline.control")
 
@@ -28,11 +30,11 @@ _path: Path | None = None
 
 
 def answer_requests(directory: Path | None) -> int:
-    """Write this process's stacks into ``directory`` whenever it gets a signal; returns which one, 0 for none."""
+    """Write this process's stacks into ``directory`` whenever it gets a signal; returns the signal, or 0 for none."""
     global _descriptor, _path
     if directory is None or not SIGNAL:
         return 0
-    path = directory / f"stacks.{os.getpid()}"
+    path = directory / _file_name(os.getpid())
     if path == _path:
         return SIGNAL
     if _descriptor is None and signal.getsignal(SIGNAL) is not signal.SIG_DFL:
@@ -45,8 +47,9 @@ def answer_requests(directory: Path | None) -> int:
     if _descriptor is None:
         _descriptor = opened
         faulthandler.register(SIGNAL, file=_descriptor, all_threads=True)
+        atexit.register(take_away)
     else:
-        # Another job in this process: what is registered stays, and leads to the new file.
+        # This process has begun another job: the registered descriptor stays, and leads to the new file.
         os.dup2(opened, _descriptor)
         os.close(opened)
         take_away()
@@ -54,17 +57,22 @@ def answer_requests(directory: Path | None) -> int:
     return SIGNAL
 
 
+def _file_name(pid: int) -> str:
+    return f"stacks.{pid}"
+
+
 def take_away() -> None:
     """Remove the file of this process."""
     global _path
-    if _path is not None:
+    # A forked process has a copy of the name, and no file.
+    if _path is not None and _path.name == _file_name(os.getpid()):
         own_files.remove(_path)
         _path = None
 
 
 def ask(directory: Path, record: Record) -> str:
     """The stacks of a process that answers requests, as Python's faulthandler writes them; empty if it does not."""
-    path = directory / f"stacks.{record.pid}"
+    path = directory / _file_name(record.pid)
     try:
         before = path.stat().st_size
         if not _may_signal(record, path):
@@ -87,7 +95,7 @@ def ask(directory: Path, record: Record) -> str:
 
 
 def _may_signal(record: Record, path: Path) -> bool:
-    """Whether it is this user's process that asked for our signal: anybody can write a file that names any process."""
+    """Whether a process of this user asked for our signal. Anybody can write a file that names any process."""
     if not SIGNAL or record.stack_signal != SIGNAL or record.born == 0 or birth(record.pid) != record.born:
         return False
     info = path.lstat()
@@ -96,7 +104,7 @@ def _may_signal(record: Record, path: Path) -> bool:
 
 
 def user_line(stacks: str) -> str:
-    """The innermost line of the user's code in the first thread that has one; the main thread is written last."""
+    """The innermost line of the user's code. The main thread is written last, and is looked at first."""
     for thread in reversed(re.split(r"\n(?=Thread |Current thread )", stacks)):
         for line in thread.splitlines():
             found = _FRAME.match(line)

@@ -1,4 +1,4 @@
-"""The line of the user's code: of a traceback, or of what a thread is doing, without the libraries around it."""
+"""The line of the user's code in a traceback or in a thread's stack, without the libraries around it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LIBRARY = tuple(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib"))
 
 @cache
 def is_user_code(file: str) -> bool:
-    """Whether ``file`` is a program's own, and not of a library or of no file at all (``<frozen ...>``)."""
+    """Whether ``file`` belongs to the user's program, and not to a library or to no file (``<frozen ...>``)."""
     return is_not_ours(file) and not file.startswith(_INSTALLED)
 
 
 @cache
 def is_not_ours(file: str) -> bool:
-    """Whether ``file`` is neither Python's, torch's nor Paceline's: the user's, or a library's that was installed."""
+    """Whether ``file`` is the user's or an installed library's, and not Python's, torch's or Paceline's."""
     if file.startswith((_OURS, _TORCH, "<")):
         return False
     # Packages are installed below the standard library.
@@ -52,7 +52,7 @@ def line_of_frame(frame: FrameType | None) -> str:
 
 
 def user_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """``traceback`` without the frames of libraries; as it is if there are no others."""
+    """``traceback`` without the frames of libraries; unchanged if there are no other frames."""
     kept: TracebackType | None = None
     frames = []
     while traceback is not None:
@@ -65,7 +65,7 @@ def user_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 OWN_COLLECTIVE = "a collective that it called itself"
-# What a thread is at, by the innermost of these that is on its stack.
+# What a thread is doing, by the innermost of these paths that is on its stack.
 _ACTIVITIES = (
     (f"{_TORCH}utils{os.sep}data", "data loading"),
     (f"{_TORCH}optim", "the optimizer"),
@@ -97,7 +97,7 @@ def collective_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _pick(places: Iterable[tuple[str, int, str]]) -> str:
-    """The innermost place of the user's; failing that, of an installed library; failing that, of anything."""
+    """The innermost place in the user's code; if there is none, in an installed library; if none, the innermost."""
     found = list(places)
     for wanted in (is_user_code, is_not_ours, lambda file: True):
         for file, line, name in found:

@@ -4,26 +4,31 @@
 
     magic 2 | version 1 | kind 1 | payload length 4 | seal 8 | payload: the kind's fields, one after another
 
-A field is an int (8 bytes), text or bytes (4 bytes of length, then itself), or a list of such. The seal is a digest of
-everything else and of the place (channel, topic, number, rank): what was damaged, cut off, or copied here from another
-place does not fit it. It is no signature: who can write to the store can also compute it, as he can end the job.
-Whatever is wrong raises `BadMessageError`, and nothing else; nothing is built from a message before it is checked.
+A field is an int (8 bytes), text or bytes (4 bytes of length, then the content), or a list of those. The seal is a
+digest of everything else and of the place (channel, topic, number, rank): what was damaged, cut off, or copied here
+from another place does not fit it. It is not a signature: a process that can write to the store can compute it, and
+could end the job anyway. Anything wrong with a message raises `BadMessageError` and nothing else, and nothing is built
+from a message before it is checked.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 import struct
 
 MAGIC = b"pl"
 VERSION = 1
 LIMIT_BYTES = 1 << 20
-"""The longest payload."""
+"""The longest payload, unless a line allows more."""
 
-Field = int | str | bytes | tuple[int | str | bytes, ...]
+Item = int | str | bytes
+Field = Item | tuple[Item, ...]
 
+_log = logging.getLogger("paceline.control")
 _HEAD = struct.Struct("<2sBBI8s")
+HEAD_BYTES = _HEAD.size
 _LENGTH = struct.Struct("<I")
 _INT = struct.Struct("<q")
 
@@ -32,49 +37,49 @@ class BadMessageError(ValueError):
     """These bytes are not the message that should be here; the text says why."""
 
 
-class Kind(enum.IntEnum):
-    """What a message is; its value on the wire is for ever."""
+class MessageKind(enum.IntEnum):
+    """The kind of a message. The numbers are what is sent, so they never change."""
 
-    VALUE = 1
-    """One rank's contribution to an agreement."""
+    WORD = 1
+    """What one rank says, in an agreement or for whoever looks."""
     VERDICT = 2
-    """What an agreement came to."""
+    """The outcome of an agreement."""
     FAILURE = 3
     """A rank failed, and this is why."""
     REPLAN = 4
     """A rank has left the plan of buckets."""
-    WORDS = 5
-    """Text for people."""
-    POSITION = 6
+    WHEREABOUTS = 6
     """Where a rank is."""
     PROCESS = 7
     """Which process a rank is."""
+    REPORT = 8
+    """One rank's account of why a group that spans hosts cannot go on."""
 
 
-SCHEMAS: dict[Kind, tuple[type, ...]] = {
-    Kind.VALUE: (tuple,),
-    Kind.VERDICT: (bytes, tuple),
-    Kind.FAILURE: (int, str, str, str, str, int),
-    Kind.REPLAN: (int, int, str),
-    Kind.WORDS: (str,),
-    Kind.POSITION: (int, int, int, str, str, str, str, tuple),
-    Kind.PROCESS: (int, int, str),
+SCHEMAS: dict[MessageKind, tuple[type, ...]] = {
+    MessageKind.WORD: (tuple,),
+    MessageKind.VERDICT: (bytes, tuple),
+    MessageKind.FAILURE: (int, str, str, str, str, int),
+    MessageKind.REPLAN: (int, int, str),
+    MessageKind.WHEREABOUTS: (int, int, int, str, str, str, str, tuple),
+    MessageKind.PROCESS: (int, int, str),
+    MessageKind.REPORT: (int, str, str),
 }
 
 
-def encode(kind: Kind, *fields: Field, place: str) -> bytes:
-    """The message for ``place``. Raises ValueError if it would be longer than `LIMIT_BYTES`."""
+def encode(kind: MessageKind, *fields: Field, place: str, limit_bytes: int = LIMIT_BYTES) -> bytes:
+    """The message for ``place``. Raises ValueError if it would be longer than ``limit_bytes``."""
     assert tuple(map(type, fields)) == SCHEMAS[kind], f"{kind.name} has other fields"
     payload = b"".join(map(_field, fields))
-    if len(payload) > LIMIT_BYTES:
+    if len(payload) > limit_bytes:
         raise ValueError(
-            f"A message of {len(payload)} bytes is longer than the {LIMIT_BYTES} that the channel carries."
+            f"A message of {len(payload)} bytes is longer than the {limit_bytes} that the channel carries."
         )
     seal = _seal(kind, payload, place)
     return _HEAD.pack(MAGIC, VERSION, kind, len(payload), seal) + payload
 
 
-def decode(kind: Kind, data: bytes, *, place: str) -> tuple[Field, ...]:
+def decode(kind: MessageKind, data: bytes, *, place: str, limit_bytes: int = LIMIT_BYTES) -> tuple[Field, ...]:
     """The fields of the message that was kept at ``place``."""
     if len(data) < _HEAD.size:
         raise BadMessageError(f"{len(data)} bytes are too few for a message")
@@ -83,11 +88,11 @@ def decode(kind: Kind, data: bytes, *, place: str) -> tuple[Field, ...]:
         raise BadMessageError("it does not begin as a message does")
     if version != VERSION:
         raise BadMessageError(
-            f"it is of version {version}, and this rank speaks {VERSION}: use one Paceline on all ranks"
+            f"it is of version {version}, and this rank speaks {VERSION}: use the same Paceline on all ranks"
         )
     if number != kind:
         raise BadMessageError(f"it is of kind {number}, not {kind.name}")
-    if length > LIMIT_BYTES or length != len(data) - _HEAD.size:
+    if length > limit_bytes or length != len(data) - _HEAD.size:
         raise BadMessageError(f"it claims {length} bytes and has {len(data) - _HEAD.size}")
     payload = data[_HEAD.size :]
     if seal != _seal(kind, payload, place):
@@ -95,7 +100,27 @@ def decode(kind: Kind, data: bytes, *, place: str) -> tuple[Field, ...]:
     return _fields(payload, SCHEMAS[kind])
 
 
-def _seal(kind: Kind, payload: bytes, place: str) -> bytes:
+class Reader:
+    """Reads messages, and refuses whatever else is in their place. Refusals are logged, but not often."""
+
+    def __init__(self) -> None:
+        self._refused: set[str] = set()
+
+    def read(
+        self, kind: MessageKind, data: bytes, *, place: str, limit_bytes: int = LIMIT_BYTES
+    ) -> tuple[Field, ...] | None:
+        """The fields of the message that was kept at ``place``; None if it is refused."""
+        try:
+            return decode(kind, data, place=place, limit_bytes=limit_bytes)
+        except BadMessageError as error:
+            # It logs once per place, and for a few places only: garbage that fills the store must not fill the log.
+            if place not in self._refused and len(self._refused) < 16:
+                self._refused.add(place)
+                _log.warning("A message on the control channel was refused (%s): %s.", place, error)
+            return None
+
+
+def _seal(kind: MessageKind, payload: bytes, place: str) -> bytes:
     return hashlib.blake2b(payload, digest_size=8, key=hashlib.sha256(f"{kind}/{place}".encode()).digest()).digest()
 
 

@@ -1,10 +1,11 @@
-"""Comm hooks: what to do with a bucket of gradients instead of plain averaging.
+"""Comm hooks: functions that do something with a bucket of gradients instead of plain averaging.
 
 - ``contract``: what a hook is given and must return; which hooks may overlap.
 - ``allreduce``: plain averaging as a hook.
 - ``compress``: float16 and bfloat16, as hooks and as wrappers ``fp16(hook)``, ``bf16(hook)`` of others.
 - ``powersgd``: low-rank compression with error feedback.
-- ``stand_ins``: what runs in the place of torch's hooks that cannot run on every backend.
+- ``replacements``: what runs in the place of torch's hooks that cannot run on every backend.
+- ``torch_hooks``: which hooks are torch's own.
 
 ::
 
@@ -15,17 +16,18 @@ from __future__ import annotations
 
 from paceline.hooks.allreduce import allreduce
 from paceline.hooks.compress import bf16, bf16_compress, fp16, fp16_compress
-from paceline.hooks.contract import Bucket, Hook, check_state, overlapping, overlaps, takes_group, takes_two
+from paceline.hooks.contract import Hook, HookBucket, check_hook, check_state, overlapping, overlaps, takes_group
 from paceline.hooks.powersgd import PowerSGDState, powersgd
-from paceline.hooks.stand_ins import resolve
+from paceline.hooks.replacements import resolve
 
 __all__ = [
-    "Bucket",
     "Hook",
+    "HookBucket",
     "PowerSGDState",
     "allreduce",
     "bf16",
     "bf16_compress",
+    "check_hook",
     "check_state",
     "fp16",
     "fp16_compress",
@@ -34,5 +36,4 @@ __all__ = [
     "powersgd",
     "resolve",
     "takes_group",
-    "takes_two",
 ]

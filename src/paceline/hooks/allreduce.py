@@ -1,4 +1,4 @@
-"""Plain averaging: what happens without a hook, as a hook."""
+"""Plain averaging as a hook: it does what happens without a hook."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from paceline.hooks.contract import Bucket, group_of, overlapping
+from paceline.hooks.contract import HookBucket, group_of, own_hook
 
 
-@overlapping
-def allreduce(state: Any, bucket: Bucket) -> Future[Tensor]:
+@own_hook(takes_group=True)
+def allreduce(state: Any, bucket: HookBucket) -> Future[Tensor]:
     """Average the bucket over the ranks of ``state``, a process group or None for all.
 
     Example::
@@ -30,7 +30,7 @@ def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
 
     def result(done: Future[list[Tensor]]) -> Tensor:
         done.value()  # raises if the exchange failed
-        # Not what the future holds: for complex tensors that is the sum's real view.
+        # The future holds something else for complex tensors: the real view of the sum.
         return tensor
 
     return work.get_future().then(result)

@@ -1,4 +1,4 @@
-"""Gradients that travel in half of their size."""
+"""Gradients that travel at half of their size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from paceline.hooks.allreduce import allreduce, start_sum
-from paceline.hooks.contract import Bucket, Hook, group_of, overlapping
+from paceline.hooks.contract import Hook, HookBucket, group_of, own_hook
 
 
-@overlapping
-def fp16_compress(state: Any, bucket: Bucket) -> Future[Tensor]:
+@own_hook(takes_group=True)
+def fp16_compress(state: Any, bucket: HookBucket) -> Future[Tensor]:
     """Average the bucket over the ranks of ``state`` (a process group or None for all) in float16.
 
     A gradient whose average is beyond 65504 becomes infinite, which a ``GradScaler`` notices; one whose
@@ -27,11 +27,11 @@ def fp16_compress(state: Any, bucket: Bucket) -> Future[Tensor]:
     return _average_in(torch.float16, state, bucket)
 
 
-@overlapping
-def bf16_compress(state: Any, bucket: Bucket) -> Future[Tensor]:
+@own_hook(takes_group=True)
+def bf16_compress(state: Any, bucket: HookBucket) -> Future[Tensor]:
     """Average the bucket over the ranks of ``state`` (a process group or None for all) in bfloat16.
 
-    It has the range of float32 and three digits.
+    bfloat16 has the range of float32 and three digits.
 
     Example::
 
@@ -63,19 +63,19 @@ def bf16(hook: Hook) -> Hook:
 
 
 def _is_smaller(dtype: torch.dtype, buffer: Tensor) -> bool:
-    # float16 to bfloat16 or back would lose digits or range and save nothing. Sparse gradients travel as
-    # they are: backends sum them in few dtypes.
+    # A cast from float16 to bfloat16 or back would lose digits or range and save nothing. Sparse gradients travel as
+    # they are, since backends sum them in few dtypes.
     return dtype.itemsize < buffer.dtype.itemsize and buffer.layout is torch.strided
 
 
-def _average_in(dtype: torch.dtype, state: Any, bucket: Bucket) -> Future[Tensor]:
+def _average_in(dtype: torch.dtype, state: Any, bucket: HookBucket) -> Future[Tensor]:
     buffer = bucket.buffer()
     # A cast would drop the imaginary parts.
     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     if not _is_smaller(dtype, values):
         return allreduce(state, bucket)
     group = group_of(state)
-    # Divided on the way into the small dtype, not in it: the sum of all ranks has to fit.
+    # The division comes before the cast, so that the sum over all ranks fits into the small dtype.
     small = torch.div(values, group.size(), out=torch.empty_like(values, dtype=dtype))
 
     def decompress(done: Future[Tensor]) -> Tensor:
@@ -87,7 +87,7 @@ def _average_in(dtype: torch.dtype, state: Any, bucket: Bucket) -> Future[Tensor
 
 @dataclass(frozen=True)
 class Compressed:
-    """A hook that runs another one on a smaller copy of the bucket. A class, so that it can be pickled."""
+    """A hook that runs another one on a smaller copy of the bucket. It is a class so that it can be pickled."""
 
     wrapped_hook: Hook
     dtype: torch.dtype
@@ -95,13 +95,13 @@ class Compressed:
     def __post_init__(self) -> None:
         inner = getattr(self.wrapped_hook, "__qualname__", type(self.wrapped_hook).__qualname__)
         name = f"{'fp16' if self.dtype == torch.float16 else 'bf16'}({inner})"
-        # What a function would be called in a log.
+        # Logs call it by these names, as they would a function.
         for attribute in ("__name__", "__qualname__"):
             object.__setattr__(self, attribute, name)
 
-    def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
+    def __call__(self, state: Any, bucket: HookBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        # The wrapped hook may multiply gradients, so halves of complex numbers will not do here.
+        # The wrapped hook may multiply gradients, so it cannot be given complex numbers as pairs of real ones.
         if buffer.is_complex() or not _is_smaller(self.dtype, buffer):
             return self.wrapped_hook(state, bucket)
         bucket.set_buffer(buffer.to(self.dtype))

@@ -1,14 +1,14 @@
 """What a comm hook is: ``hook(state, bucket) -> Future[Tensor]``, and what it may rely on.
 
-The hook gets a bucket whose ``buffer()`` holds this rank's gradients, flat and not divided, and returns a
-future of the averaged gradients: one tensor with as many elements, of any floating dtype.
+The hook gets a bucket whose ``buffer()`` holds this rank's gradients, flat and not divided. It returns a future of the
+averaged gradients: one tensor with as many elements, of any floating dtype.
 
 [Note: order of collectives]
-Collectives are matched between ranks by the order in which they start. A hook that starts all of them
-before it returns keeps the order of the buckets. One that starts some in a callback of a future (torch's
-PowerSGD and quantization do) starts them from a thread of the backend, whenever that gets there: with two
-buckets under way, the ranks start them in different orders and gloo ends the process. So only hooks known
-to be of the first kind may have several buckets under way: ``overlaps`` tells, ``overlapping`` declares.
+Collectives are matched between ranks by the order in which they start. A hook that starts all of them before it returns
+keeps the order of the buckets. A hook that starts some in a callback of a future, as torch's PowerSGD and quantization
+do, starts them from a thread of the backend at an arbitrary time. With two buckets under way, the ranks would start
+them in different orders, and gloo would end the process. So only hooks that are known to be of the first kind may have
+several buckets under way: ``overlapping`` declares such a hook, and ``overlaps`` asks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from paceline.errors import BadTypeError, StateError
+from paceline.hooks import torch_hooks
+from paceline.hooks.torch_hooks import comes_from, is_torch_hook
+from paceline.reduction.exchange import hook_name
 
 
-class Bucket(Protocol):
-    """What a hook receives; ``torch.distributed.GradBucket`` has the same methods."""
+class HookBucket(Protocol):
+    """The bucket that a hook receives; ``torch.distributed.GradBucket`` has the same methods."""
 
     def index(self) -> int:
         """Position in the order of launch, from 0."""
@@ -35,7 +38,7 @@ class Bucket(Protocol):
         """The gradients of the bucket, flat; not divided by the number of ranks."""
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one a parameter, with the parameter's shape."""
+        """Views of the buffer, one for each parameter, with the parameter's shape."""
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of the gradients."""
@@ -44,26 +47,16 @@ class Bucket(Protocol):
         """Whether it is the last bucket of the step to be launched."""
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Use another tensor of the same size, of any dtype, as the buffer."""
+        """Use another tensor of the same size and of any dtype as the buffer."""
 
 
-Hook = Callable[[Any, Bucket], Future[Tensor]]
+Hook = Callable[[Any, HookBucket], Future[Tensor]]
 AnyHook = TypeVar("AnyHook", bound=Callable[..., Any])
 
-# By identity, not by an attribute set on the function: it may be anybody's.
+# Hooks are known by identity. No attribute is set on the function, since it may belong to anybody.
 _overlapping: set[Callable[..., Any]] = set()
-
-# torch's hooks of that kind, by name: importing their package imports numpy.
-_TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
-_TORCH_OVERLAPPING = {
-    "default_hooks.allreduce_hook",
-    "default_hooks.fp16_compress_hook",
-    "default_hooks.bf16_compress_hook",
-    "debugging_hooks.noop_hook",
-    "post_localSGD_hook.post_localSGD_hook",
-}
-# Files of the hooks, torch's and ours, that have a group as their state, or hand it to one that has.
-_TAKE_GROUP = {"default_hooks", "optimizer_overlap_hooks", "ddp_zero_hook", "allreduce", "compress", "stand_ins"}
+_own: dict[Callable[..., Any], bool] = {}
+"""Our own hooks, and whether their state is a process group."""
 
 
 def overlapping(hook: AnyHook) -> AnyHook:
@@ -81,10 +74,20 @@ def overlapping(hook: AnyHook) -> AnyHook:
     return hook
 
 
+def own_hook(*, takes_group: bool) -> Callable[[AnyHook], AnyHook]:
+    """Declare one of our own hooks. It overlaps. With ``takes_group`` its state is a process group, or None for all."""
+
+    def declare(hook: AnyHook) -> AnyHook:
+        _own[hook] = takes_group
+        return overlapping(hook)
+
+    return declare
+
+
 def overlaps(hook: Callable[..., Any]) -> bool:
-    """Whether several buckets may be under way with ``hook``; unknown hooks get one at a time."""
+    """Whether several buckets may be under way with ``hook``. An unknown hook gets one at a time."""
     hook = _innermost(hook)
-    if torch_hook_name(hook) in _TORCH_OVERLAPPING:
+    if any(is_torch_hook(hook, *place) for place in torch_hooks.OVERLAPPING):
         return True
     try:
         return hook in _overlapping
@@ -92,28 +95,34 @@ def overlaps(hook: Callable[..., Any]) -> bool:
         return False
 
 
-def takes_two(hook: Callable[..., Any]) -> bool:
-    """Whether ``hook(state, bucket)`` can be a call of it; taken for granted of what has no signature."""
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be called as ``hook(state, bucket)``. What has no signature is taken on trust."""
+    if not callable(hook):
+        raise BadTypeError(f"A communication hook must be callable, not a {type(hook).__name__}.")
     try:
-        # Not of what a decorator says it wraps: that may take other arguments.
+        # A decorator's own signature counts: the function that it wraps may take other arguments.
         signature = inspect.signature(hook, follow_wrapped=False)
     except (TypeError, ValueError):
-        return True
+        return
     try:
         signature.bind(None, None)
     except TypeError:
-        return False
-    return True
+        raise BadTypeError(
+            f"A communication hook is called with (state, bucket); {hook_name(hook)} cannot be."
+        ) from None
 
 
 def takes_group(hook: Callable[..., Any]) -> bool:
-    """Whether None as the state of ``hook`` stands for a group: all ranks. In a wrapper of some, it is to be theirs."""
-    return _file_of(hook) in _TAKE_GROUP
+    """Whether the state of ``hook`` is a group. None then means the ranks of the wrapper that has the hook."""
+    hook = _core(hook)
+    return _is_own(hook, takes_group=True) or comes_from(hook, torch_hooks.TAKING_GROUP)
 
 
 def check_state(hook: Callable[..., Any], state: object, group: dist.ProcessGroup) -> None:
-    """Refuse a state that means all ranks (its ``process_group`` is None) in a wrapper of some of them."""
-    means_all = _file_of(hook) and getattr(state, "process_group", group) is None
+    """Refuse a state whose ``process_group`` is None, which means all ranks, in a wrapper of only some of them."""
+    core = _core(hook)
+    is_known = _is_own(core) or comes_from(core, torch_hooks.MODULES)
+    means_all = is_known and getattr(state, "process_group", group) is None
     if means_all and group.size() < dist.get_world_size():
         raise StateError(
             f"The state of this comm hook, a {type(state).__name__}, has process_group=None, which is all "
@@ -122,31 +131,31 @@ def check_state(hook: Callable[..., Any], state: object, group: dist.ProcessGrou
         )
 
 
-def _file_of(hook: Callable[..., Any]) -> str:
-    """The file that has ``hook``, if it is one of torch's or ours, else ``""``. Of one around another, the other's."""
+def _is_own(hook: Callable[..., Any], *, takes_group: bool = False) -> bool:
+    try:
+        return hook in _own and (_own[hook] or not takes_group)
+    except TypeError:  # it cannot be hashed
+        return False
+
+
+def _core(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook that does the communication, inside any number of torch's wrappers and ours."""
     hook = _innermost(hook)
-    module = getattr(hook, "__module__", None)
-    if not isinstance(module, str) or not module.startswith((_TORCH_HOOKS, "paceline.hooks.")):
-        return ""
-    held = inspect.getclosurevars(hook).nonlocals.get("hook") if inspect.isfunction(hook) else None
-    return _file_of(held) if callable(held) else module.rpartition(".")[2]
+    if not inspect.isfunction(hook) or not comes_from(hook, torch_hooks.MODULES):
+        return hook
+    held = inspect.getclosurevars(hook).nonlocals.get("hook")
+    return _core(held) if callable(held) else hook
 
 
 def _innermost(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook`` without partial arguments and compression around it."""
     while True:
-        # Not getattr(): there are objects that have whatever one asks for, a Mock say.
+        # getattr() would not do: some objects, such as a Mock, have any attribute that one asks for.
         held = getattr(hook, "__dict__", {}).get("wrapped_hook")
         inner = hook.func if isinstance(hook, functools.partial) else held
         if inner is None:
             return hook
         hook = inner
-
-
-def torch_hook_name(hook: Callable[..., Any]) -> str:
-    """``"default_hooks.allreduce_hook"`` and the like for the hooks that torch brings, else ``""``."""
-    module, name = (getattr(hook, attribute, None) or "" for attribute in ("__module__", "__qualname__"))
-    return f"{module.removeprefix(_TORCH_HOOKS)}.{name}" if module.startswith(_TORCH_HOOKS) else ""
 
 
 def group_of(state: Any) -> dist.ProcessGroup:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.hooks.allreduce import allreduce, start_sum
-from paceline.hooks.contract import Bucket, group_of, overlapping
+from paceline.hooks.contract import HookBucket, group_of, own_hook
 
 _SETTINGS = ("rank", "start_iter", "min_compression_rate", "error_feedback", "warm_start", "epsilon", "seed")
 
@@ -34,7 +34,7 @@ class Memory:
     """What one parameter carries from step to step."""
 
     shape: tuple[int, ...]
-    # Place in the order of first sight, the same on every rank.
+    # The place in the order in which parameters were first seen, which is the same on every rank.
     number: int
     error: Tensor | None = None
     q: Tensor | None = None
@@ -43,13 +43,13 @@ class Memory:
 class PowerSGDState:
     """Settings and memory of the ``powersgd`` hook. Each rank has its own and saves its own.
 
-    ``process_group``: None for all ranks; not part of what is saved.
+    ``process_group``: None means all ranks; it is not saved.
     ``rank``: r above; 1 to 4 are usual.
-    ``start_iter``: steps of plain averaging first; early gradients compress badly.
+    ``start_iter``: how many steps average plainly at first, as early gradients compress badly.
     ``min_compression_rate``: gradients that would not shrink by this factor travel whole, as vectors do.
-    ``error_feedback``, ``warm_start``: what the method is; off only to see what they do.
-    ``epsilon``: added to lengths that are divided by.
-    ``seed``: of the first Q, the same on every rank.
+    ``error_feedback``, ``warm_start``: parts of the method; switch them off only to see what they do.
+    ``epsilon``: added to lengths before something is divided by them.
+    ``seed``: the seed of the first Q, the same on every rank.
 
     >>> state = PowerSGDState(rank=2, start_iter=100)
     >>> resumed = PowerSGDState()
@@ -87,7 +87,7 @@ class PowerSGDState:
         self.epsilon = epsilon
         self.seed = seed
         self.iter = 0
-        # Elements of compressed steps as they were and as they travelled.
+        # How many elements compressed steps had, and how many travelled.
         self.numel_before = 0
         self.numel_after = 0
         self._loaded: list[Memory] = []
@@ -95,11 +95,11 @@ class PowerSGDState:
 
     @property
     def compression_rate(self) -> float:
-        """How many times fewer elements travelled since compression started; 1 before."""
+        """How many times fewer elements travelled since compression started; 1 before that."""
         return self.numel_before / self.numel_after if self.numel_after else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the process group, as plain values and tensors (``weights_only`` can load it)."""
+        """Everything but the process group, as plain values and tensors, which ``weights_only`` can load."""
         return {
             **{name: getattr(self, name) for name in _SETTINGS},
             "iter": self.iter,
@@ -112,7 +112,7 @@ class PowerSGDState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``; to be called before the first backward.
+        """Continue from ``state_dict``. This is to be called before the first backward.
 
         Parameters have no names here: they get their memory in the order of the first backward's buckets,
         which is the same for the same module wrapped in the same way.
@@ -151,7 +151,7 @@ class PowerSGDState:
         return group_of(self.process_group)
 
     def memory(self, parameter: Tensor) -> Memory:
-        """The memory of ``parameter``, made at first sight."""
+        """The memory of ``parameter``, which is made when the parameter is first seen."""
         memory: Memory | None = self._memories.get(parameter)
         if memory is None:
             memory = self._memories[parameter] = self._new_memory(tuple(parameter.shape))
@@ -162,13 +162,13 @@ class PowerSGDState:
         """Normal random numbers that are equal on all ranks and leave torch's generator alone."""
         generator = torch.Generator().manual_seed(self.seed)
         step = 0 if self.warm_start else self.iter
-        # Not one stream for all: it would tie a parameter's numbers to the sizes of those before it.
+        # One stream for all parameters would tie the numbers of one to the sizes of those before it.
         base = int(torch.randint(2**31, (), generator=generator))
         generator.manual_seed(base + 1_000_003 * step + memory.number)
         return torch.randn(rows, columns, generator=generator)
 
     def _forget(self) -> None:
-        # By parameter and not by place in a bucket: buckets are rebuilt.
+        # The key is the parameter and not its place in a bucket, since buckets are rebuilt.
         self._memories = WeakTensorKeyDictionary()
         self._seen = 0
         self._loaded = []
@@ -187,8 +187,8 @@ class PowerSGDState:
         return self._loaded[number]
 
 
-@overlapping
-def powersgd(state: PowerSGDState, bucket: Bucket) -> Future[Tensor]:
+@own_hook(takes_group=False)
+def powersgd(state: PowerSGDState, bucket: HookBucket) -> Future[Tensor]:
     """Average the bucket with PowerSGD; ``state`` is a ``PowerSGDState``.
 
     Example::
@@ -215,7 +215,7 @@ def powersgd(state: PowerSGDState, bucket: Bucket) -> Future[Tensor]:
     if compress:
         state.numel_before += buffer.numel()
         state.numel_after += sum(g.numel() for g in whole) + sum(m.p.numel() + m.q.numel() for m in low_rank)
-    # After the last use of this step's number, before the first of the next's.
+    # This comes after the last use of this step's number and before the first use of the next.
     if bucket.is_last():
         state.iter += 1
     if not low_rank:
@@ -226,9 +226,9 @@ def powersgd(state: PowerSGDState, bucket: Bucket) -> Future[Tensor]:
 def average_low_rank(
     low_rank: list[LowRank], whole: list[Tensor], buffer: Tensor, group: dist.ProcessGroup
 ) -> Future[Tensor]:
-    """Average ``low_rank`` as products and ``whole`` as they are; the future is of ``buffer``."""
-    # This one is waited for here: a callback would start the second at another moment on each rank; see
-    # [Note: order of collectives]. It is the smaller part, and the second is left to overlap.
+    """Average ``low_rank`` as products and ``whole`` as they are, into ``buffer``, which the future holds."""
+    # The first exchange is waited for here, since a callback would start the second one at another moment on each rank;
+    # see [Note: order of collectives]. The first one is the smaller, and the second still overlaps.
     ps = _packed([matrix.p for matrix in low_rank], buffer.dtype, group.size())
     dist.all_reduce(ps, group=group)
     for matrix, p in zip(low_rank, _unpacked(ps, [m.p for m in low_rank]), strict=True):
@@ -262,7 +262,7 @@ class LowRank:
 
     def __init__(self, gradient: Tensor, memory: Memory, state: PowerSGDState) -> None:
         self._gradient, self._memory, self._state = gradient, memory, state
-        # Halves cannot hold a small error beside a large gradient, nor be factorised.
+        # Half precision cannot hold a small error beside a large gradient, and cannot be factorised.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         self.matrix = gradient.reshape(gradient.size(0), -1).to(wide)
         if memory.error is not None:
@@ -273,7 +273,7 @@ class LowRank:
         if q is None:
             q = state.random_q(memory, columns, min(state.rank, rows, columns))
         q = q.to(self.matrix)
-        # Only directions count; squared lengths would soon leave the range of the dtype.
+        # Only directions count. Lengths would be squared in every step and soon leave the range of the dtype.
         self.q = q / (torch.linalg.vector_norm(q, dim=0) + state.epsilon)
         self.p = self.matrix @ self.q
 
@@ -286,7 +286,7 @@ class LowRank:
         """The second exchange is done: leave the average in the gradient and remember what it lacks."""
         q = q.to(self.matrix)
         average = self.p @ q.T
-        # One overflow, which a GradScaler skips, must not stay in the memory for ever.
+        # A GradScaler skips a step with an overflow. The overflow must not stay in the memory for ever.
         if self._state.error_feedback:
             self._memory.error = torch.nan_to_num(self.matrix - average, 0.0, 0.0, 0.0)
         if self._state.warm_start:
@@ -295,7 +295,7 @@ class LowRank:
 
 
 def _packed(tensors: list[Tensor], dtype: torch.dtype, ranks: int) -> Tensor:
-    # Divided before it is cast, as the sum must fit into the dtype.
+    # The division comes before the cast, as the sum must fit into the dtype.
     return torch.cat([tensor.reshape(-1).div(ranks) for tensor in tensors]).to(dtype)
 
 

@@ -1,6 +1,6 @@
-"""What the server that ranks are forked from has in memory: all that ranks import, looked at by the collector once.
+"""What the server process from which ranks are forked has in memory: all that ranks import.
 
-A module and not a function, since a fork server runs imports only.
+The garbage collector looks at it once. This is a module and not a function, since a fork server only imports.
 """
 
 from __future__ import annotations

@@ -23,26 +23,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What a rank answers when it is told to clean up and could.
+# The answer of a rank that was told to clean up and has done so.
 CLEAN = "clean"
-# Told to a rank once every rank of the run has answered.
+# A rank is told this once every rank of the run has answered.
 CLEAN_UP = "clean up"
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """One run, as the parent sends it to a rank."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     rank: int
     world_size: int
-    # Store keys of a run live under their own prefix: a fresh store without a fresh server.
+    # The store keys of a run have a prefix of their own, so that each run has a fresh store on the same server.
     store_prefix: str
     backend: str | None
     group_timeout_s: float
     seed: int
-    # Warnings that are let through; all others are errors. Entries as `warnings.filterwarnings` takes them.
+    # Warnings that are let through, as `warnings.filterwarnings` takes them. All others are errors.
     allowed_warnings: tuple[tuple[str, type[Warning]], ...]
 
 
@@ -61,7 +61,7 @@ class Answer:
 
 
 def freeze() -> None:
-    """Let later collections leave alone what is there now; what is frozen already costs nothing again."""
+    """Let later garbage collections pass over the objects that exist now."""
     gc.collect()
     gc.freeze()
 
@@ -75,15 +75,15 @@ def rank_main(conn: Connection, store_host: str, store_port: int, log_path: str)
     os.dup2(log_fd, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    # The parent asks a stuck rank for its stacks with this signal before killing it.
-    faulthandler.register(signal.SIGUSR1, file=log_fd, all_threads=True)
+    # A rank that crashes, or that the parent aborts because it is stuck, writes the stacks of its threads.
+    faulthandler.enable(file=log_fd, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     store = dist.TCPStore(  # public, but not in torch's stubs
         store_host, store_port, is_master=False, wait_for_workers=False
     )
-    # The collection after every run should look at that run's objects, not at all of torch.
+    # The collection after each run should look at the objects of that run, and not at all of torch.
     freeze()
     while True:
         try:
@@ -106,8 +106,8 @@ def _die_with_parent() -> None:
 def _do(payload: bytes, store: Any) -> Answer:
     environ = dict(os.environ)
     try:
-        # Inside the try: the function's module is imported here, and may fail to.
-        job: Job = pickle.loads(payload)
+        # This is inside the try because it imports the function's module, which may fail.
+        job: RankJob = pickle.loads(payload)
         with _strict_warnings(job):
             _seed(job.seed)
             if job.backend is not None:
@@ -132,9 +132,9 @@ def _describe(error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, AssertionError):
         return text
-    # pytest's assertion rewriting does not reach into ranks: show the values the assertion saw instead.
+    # pytest's assertion rewriting does not reach into ranks, so the values that the assertion saw are shown instead.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # The innermost frame of the test rather than of a helper of torch.testing.
+    # The innermost frame may be of a helper of torch.testing. The test's own frame is wanted.
     ours = [frame for frame in frames if "site-packages" not in frame.f_code.co_filename]
     lines = [f"  {name} = {_short_repr(value)}" for name, value in ours[-1].f_locals.items()]
     return text + "\n".join(["Where it was raised:", *lines, ""])
@@ -149,7 +149,7 @@ def _short_repr(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _strict_warnings(job: Job) -> Iterator[None]:
+def _strict_warnings(job: RankJob) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for message, category in job.allowed_warnings:
@@ -167,15 +167,15 @@ def _seed(seed: int) -> None:
 def _clean_up() -> str:
     """Leave the rank as it was before the job, or say why that failed (the parent then replaces it)."""
     try:
-        # Before the group goes: a wrapper in a reference cycle still holds it, and may use it when it dies.
+        # This comes before the group goes, as a wrapper in a reference cycle holds the group and may use it as it dies.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        # What a run has imported (the compiler, say) and left is not looked at again by those that follow.
+        # Later collections need not look again at what this run has imported, such as the compiler.
         freeze()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
-        # Asked first because the call imports the compiler, which takes a second.
+        # The question comes first because the call imports the compiler, which takes a second.
         if torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)

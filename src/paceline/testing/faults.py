@@ -29,7 +29,7 @@ _EXIT_CODE = 17
 
 
 class InjectedFaultError(RuntimeError):
-    """Raised by a fault; nothing else raises it, so a test knows that it saw its own fault."""
+    """The error that a fault raises. Nothing else raises it, so a test knows that it saw its own fault."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,12 @@ class Fault:
     """Where and how to fail. Made by :func:`fail_at`."""
 
     rank: int
-    # Counted from 0: calls of the layer's forward (or backward), or rounds of all buckets for a comm hook.
+    # Steps count from 0. A step is a call of the layer's forward or backward; for a comm hook it is a round of all
+    # buckets.
     step: int
     phase: Phase
-    # "exit" and "kill" end the process without a word, as a crash or an out-of-memory kill does; "stop" is SIGSTOP;
-    # "hold_lock" never returns from C and keeps the interpreter lock.
+    # "exit" and "kill" end the process without a word, as a crash or an out-of-memory kill does. "stop" is SIGSTOP.
+    # "hold_lock" stays in C for ever and keeps the interpreter lock.
     action: Action = "raise"
 
     def layer(self) -> nn.Module:
@@ -62,7 +63,7 @@ class Fault:
         return failing_hook
 
     def optimizer_hook(self) -> Callable[..., None]:
-        """For ``optimizer.register_step_pre_hook``: fails when the optimizer is about to step."""
+        """A hook for ``optimizer.register_step_pre_hook`` that fails when the optimizer is about to step."""
         step = 0
 
         def failing_step(*_: object) -> None:
@@ -84,7 +85,7 @@ class Fault:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hold_lock":
-                # A read that a signal does not end, from a pipe that nobody writes to.
+                # This reads from a pipe that nobody writes to, and a signal does not end the read.
                 ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
         raise InjectedFaultError(f"injected: rank {self.rank}, step {self.step}, {self.phase}")
 

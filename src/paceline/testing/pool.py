@@ -20,26 +20,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.testing._rank import CLEAN, CLEAN_UP, Answer, Job, rank_main
+from paceline.testing._rank import CLEAN, CLEAN_UP, Answer, RankJob, rank_main
 
 _LOCALHOST = "127.0.0.1"
-# A stuck rank's log is looked at this often, and at most this long, for the stacks it was asked for.
-_STACKS_S = 0.2
-_STACKS_LIMIT_S = 5.0
-# How long a rank that closed its connection has to be gone, for its exit code.
+# How long stuck ranks may take to write their stacks and die.
+_STACKS_S = 5.0
+# How long a rank that closed its connection may take to end, so that its exit code is known.
 _DEATH_S = 2.0
 _LOG_TAIL_CHARS = 8000
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed: its exception, or that it was stuck, or that it died."""
+    """How one rank failed: it raised, it was stuck, or it died."""
 
     rank: int
-    # Class name of the exception; "" if there was none (time-out, death).
+    # The class name of the exception, or "" if there was none because the rank was stuck or died.
     error_type: str
     message: str
-    # Traceback; for a stuck rank the stacks of its threads.
+    # The traceback. For a stuck rank it is the stacks of its threads.
     traceback: str
 
 
@@ -74,9 +73,9 @@ class RankPool:
         with RankPool() as pool:
             assert pool.run(double, 3) == [3, 3]
 
-    Ranks are forked from a server process that has imported torch, so replacing one costs milliseconds;
-    they are replaced after any failure, and reused otherwise. A rank runs on one thread, seeded alike on
-    every rank and run, with warnings as errors. ``run`` is not thread-safe.
+    Ranks are forked from a server process that has imported torch, so replacing one costs milliseconds. They are
+    replaced after any failure, and reused otherwise. A rank runs on one thread, with the same seed on every rank and in
+    every run, and with warnings as errors. ``run`` is not thread-safe.
     """
 
     def __init__(self, *, max_world_size: int = 4, preload: tuple[str, ...] = ()) -> None:
@@ -104,10 +103,10 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on each rank and return the results by rank.
 
-        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run;
-        once a rank has failed, the others have ``settle_s`` to end too. A rank that does not let go of its group
-        within ``clean_s`` of a good run is replaced. ``backend=None`` starts no process group. Raises
-        ``RankError`` if any rank fails; never hangs.
+        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run. Once a rank
+        has failed, the others have ``settle_s`` to end too. A rank that does not let go of its group within
+        ``clean_s`` after a good run is replaced. ``backend=None`` starts no process group. The call raises
+        ``RankError`` if any rank fails, and never hangs.
         """
         __tracebackhide__ = True  # pytest: show the ranks' tracebacks, not this function
         if not 1 <= world_size <= self._max_world_size:
@@ -118,13 +117,13 @@ class RankPool:
         used_up = set(range(world_size))
         try:
             for rank, process in ranks.items():
-                job = Job(fn, args, rank, world_size, prefix, backend, group_timeout_s, seed, allow_warnings)
+                job = RankJob(fn, args, rank, world_size, prefix, backend, group_timeout_s, seed, allow_warnings)
                 # The job is pickled by itself so that the rank can set sys.path before it imports `fn`.
                 process.send((sys.path, pickle.dumps(job)))
             answers, failures = self._collect(ranks, deadline, settle_s)
             results = {rank: pickle.loads(answer.value) for rank, answer in answers.items() if answer.value}
             for rank, process in ranks.items():
-                # For a stuck or dead rank it is in the error already.
+                # The error has the log of a stuck or dead rank already.
                 if rank not in failures or failures[rank].error_type:
                     process.show_log()
             if failures:
@@ -152,7 +151,7 @@ class RankPool:
 
     def _start(self, world_size: int) -> dict[int, _Rank]:
         if self._store is None:
-            # Hosted here rather than on a rank: it has to outlive ranks that are killed.
+            # It lives here and not on a rank, because it has to outlive ranks that are killed.
             self._store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             held = self._ranks.get(rank)
@@ -167,7 +166,7 @@ class RankPool:
     def _collect(
         self, ranks: dict[int, _Rank], deadline: float, settle_s: float
     ) -> tuple[dict[int, Answer], dict[int, RankFailure]]:
-        """Wait for every rank's answer; failures are in the order they came."""
+        """Wait for every rank's answer. Failures are in the order in which they came."""
         answers: dict[int, Answer] = {}
         failures: dict[int, RankFailure] = {}
         waiting = dict(ranks)
@@ -195,14 +194,10 @@ class RankPool:
 
     def _stuck(self, waiting: dict[int, _Rank]) -> dict[int, RankFailure]:
         for process in waiting.values():
-            process.ask_for_stacks()
-        # Stacks end with the oldest frame, not with a mark: they are whole once the log has stopped growing.
-        deadline = time.monotonic() + _STACKS_LIMIT_S
-        before: list[int] = []
-        sizes = [process.log_bytes() for process in waiting.values()]
-        while (sizes != before or not all(sizes)) and time.monotonic() < deadline:
-            time.sleep(_STACKS_S)
-            before, sizes = sizes, [process.log_bytes() for process in waiting.values()]
+            process.abort()
+        deadline = time.monotonic() + _STACKS_S
+        for process in waiting.values():
+            process.process.join(max(0.0, deadline - time.monotonic()))
         return {
             rank: RankFailure(rank, "", "stuck: it gave no answer in time", process.log_tail())
             for rank, process in waiting.items()
@@ -214,7 +209,7 @@ class RankPool:
         return RankFailure(rank, "", f"its process ended (exit code {code})", process.log_tail())
 
     def _clean_up(self, ranks: dict[int, _Rank], *, deadline: float) -> set[int]:
-        """Have the ranks drop their groups; returns those that could not and must be replaced."""
+        """Have the ranks drop their groups. Return those that could not, and must be replaced."""
         for process in ranks.values():
             process.send(CLEAN_UP)
         dirty = set()
@@ -239,8 +234,8 @@ class _Rank:
         theirs.close()
 
     def send(self, message: Any) -> None:
-        # Plain pickle on purpose: multiprocessing's would pass tensors as handles that die with the rank.
-        # A rank that died is found out, and reported, when its answer is awaited.
+        # This is plain pickle on purpose: multiprocessing's would pass tensors as handles, which die with the rank.
+        # A rank that has died is found out, and reported, when its answer is awaited.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.conn.send_bytes(pickle.dumps(message))
 
@@ -251,13 +246,10 @@ class _Rank:
         except (EOFError, OSError):
             return None
 
-    def ask_for_stacks(self) -> None:
+    def abort(self) -> None:
+        """Have it write the stacks of its threads and die."""
         if self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGUSR1)
-
-    def log_bytes(self) -> int:
-        """How much it printed in this run."""
-        return os.path.getsize(self._log_path) - self._log_seen if os.path.exists(self._log_path) else 0
+            os.kill(self.process.pid, signal.SIGABRT)
 
     def log_tail(self) -> str:
         """What it printed in this run."""

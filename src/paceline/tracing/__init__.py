@@ -4,10 +4,10 @@ After ``import paceline``, groups, meshes, placements, collectives and hooks com
 ``torch.compile(fullgraph=True)``: a whole training step, communication included, can be one graph. There is nothing
 to call. What traces, in plain torch and with Paceline, is listed in ``docs/tracing.md``.
 
-- ``registry``: the rows, one a function or type; ``installation``: puts them in place
-- ``arrival``: ... when the compiler is imported, not before
+- ``registry``: the rows, one for each function or type; ``installation``: puts them in place
+- ``import_hook``: waits for the compiler to be imported, since rows are put in place then and not before
 - ``ops``: the operators that stand in a graph for collectives; ``work``: the handle of an asynchronous one;
-  ``edition``: their names
+  ``operator_namespace``: their names
 - ``collectives``, ``point_to_point``, ``differentiable``, ``groups``, ``meshes``, ``placements``, ``hooks``: what is
   traced in place of torch's functions
 - ``refusals``: what is not traced, why, and what to write instead
@@ -15,13 +15,13 @@ to call. What traces, in plain torch and with Paceline, is listed in ``docs/trac
 
 from __future__ import annotations
 
-# The functions of this module have the default group of the moment it is imported as their default argument. torch's
-# compiler imports it on the first compilation: after a group was destroyed and made anew, they would go on with the one
-# that is gone, and hang. Imported here, before there is a group, they ask for the default group of the day.
+# The default argument of this module's functions is whatever group is the default when the module is imported. torch's
+# compiler imports it on the first compilation. After that group was destroyed and made anew, they would go on with the
+# one that is gone, and hang. Imported here, before there is a group, they ask for the current default group.
 import torch.distributed.nn.functional  # noqa: F401
 
 from paceline import _torch
-from paceline.tracing.arrival import when_imported
+from paceline.tracing.import_hook import when_imported
 
 __all__: list[str] = []
 

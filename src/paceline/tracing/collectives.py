@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
-from paceline.tracing.edition import operators
+from paceline.tracing.operator_namespace import operators
 from paceline.tracing.ops import NOBODY, OUTSIDE
 from paceline.tracing.registry import AnswerRow, FunctionRow, SpecialRow, functions
 from paceline.tracing.work import AnyWork, TracedWork
@@ -37,7 +37,7 @@ traced_all_to_all_single = _traced["all_to_all_single"]
 
 
 def is_alive(group: ProcessGroup) -> bool:
-    """Whether the group was not destroyed. A constant while tracing: the row of groups guards it."""
+    """Whether the group was not destroyed. While tracing this is a constant, which the row of groups guards."""
     return _torch.group_is_alive(group)
 
 
@@ -53,7 +53,7 @@ def is_outside(group: Any) -> bool:
 
 
 def check_tensor(value: Any, name: str) -> None:
-    """torch's words for what is not a tensor; an operator would not even be called."""
+    """Raise torch's own error for a value that is not a tensor, since an operator would not even be called."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"Invalid function argument. Expected parameter `{name}` of type torch.Tensor\n"
@@ -89,7 +89,7 @@ def given(rank: int | None) -> int:
 
 
 def hidden(tensors: list[Tensor]) -> list[Tensor]:
-    """Autograd does not see c10d's collectives, in a graph no more than outside."""
+    """Detach ``tensors``: autograd does not see c10d's collectives, neither in a graph nor outside."""
     return [tensor.detach() for tensor in tensors]
 
 
@@ -119,12 +119,12 @@ def launched(targets: list[Tensor], pending: Tensor) -> TracedWork:
 
 
 def can_be_torchs(group: Group) -> bool:
-    """Whether torch's form of a collective can serve: it resolves the group's name, and a dead group has none."""
+    """Whether torch's form of a collective can be used. It looks the group up by name, and a dead group has none."""
     return (dist.group.WORLD is not None) if group is None else is_alive(group)
 
 
 def refuse_reduction(op: Any) -> str:
-    """Stands in a graph's way: see the row of this name in ``refusals``."""
+    """Raise for a reduction that no graph can hold. Inside a graph, the row of this name in ``refusals`` does it."""
     raise ValueError(f"Unsupported reduction {op}")
 
 

@@ -1,7 +1,7 @@
 """Collectives that autograd sees: ``torch.distributed.nn.functional``.
 
 torch refuses them while compiling. Here each is an autograd function over our operators: forward and backward have one
-each, and both are in the graph.
+operator each, and both are in the graph.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.distributed.nn import functional as nn_functional
 
 from paceline.tracing.collectives import named, reduction
-from paceline.tracing.edition import operators
+from paceline.tracing.operator_namespace import operators
 from paceline.tracing.ops import NOBODY
 from paceline.tracing.registry import FunctionRow
 
@@ -29,7 +29,7 @@ def shapes_of(tensors) -> list[Tensor]:
 
 
 def gathered(tensor: Tensor, root: int, rank: int, size: int, group: str) -> list[Tensor]:
-    """At the root what everybody has, elsewhere zeros."""
+    """What everybody has, at the root; zeros elsewhere."""
     if rank == root:
         return run("gather", [tensor.new_empty(tensor.shape) for _ in range(size)], [tensor], group, "", (root, NOBODY))
     run("gather", [], [tensor], group, "", (root, NOBODY))
@@ -110,7 +110,7 @@ class AllGather(Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # Not a reduce-scatter: that adds in another order than eager does.
+        # This is not a reduce-scatter, which would add in another order than eager does.
         parts = run("all_to_all", shapes_of(grads), grads, ctx.place)
         return None, None, torch.stack(parts).sum(0)
 
@@ -157,7 +157,7 @@ class AllToAllSingle(Function):
 
 
 def keep(targets, results) -> None:
-    """Eager writes to the tensors it was given, too."""
+    """Write results to the tensors that were given, as eager does."""
     for target, result in zip(targets, results, strict=True):
         target.detach().copy_(result.detach())
 

@@ -1,4 +1,4 @@
-"""Process groups: what the compiler may read of one, and on what a graph depends that has read it."""
+"""Process groups: what the compiler may read of one, and what a graph that has read it depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
 from paceline.tracing.collectives import Group, is_alive, is_outside, named
-from paceline.tracing.edition import operators
+from paceline.tracing.operator_namespace import operators
 from paceline.tracing.registry import AroundRow, MembersRow, OverrideRow, SpecialRow
 
 ATTRIBUTES = frozenset({"group_name", "group_desc", "bound_device_id"})
@@ -19,7 +19,7 @@ METHODS = frozenset({"rank", "size", "name"})
 
 
 def facts(group: ProcessGroup) -> list[Any]:
-    """What must not change under any graph that holds the group."""
+    """What must stay the same for every graph that holds the group."""
     return [_torch.group_is_alive(group)]
 
 
@@ -45,7 +45,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def is_dead(group: Any) -> bool:
-    """Whether the group was destroyed; says so when the graph runs. torch's code would raise while it is traced."""
+    """Whether the group was destroyed. If so, the graph raises when it runs; torch's code would raise while traced."""
     if not isinstance(group, ProcessGroup) or is_alive(group):
         return False
     operators.find_group(named(group))
@@ -72,7 +72,7 @@ def get_group_rank(group: Group, global_rank: int) -> int:
 
 
 def torchs_process_group_ranks(*args: Any) -> Any:
-    """Stands for torch's function, as do those below."""
+    """Stands for torch's function of this name, as do the three below."""
     raise NotImplementedError
 
 

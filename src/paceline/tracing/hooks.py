@@ -19,7 +19,7 @@ from torch.utils.hooks import BackwardHook
 
 from paceline import _torch
 from paceline.errors import BadArgumentError, StateError
-from paceline.tracing.edition import operators
+from paceline.tracing.operator_namespace import operators
 from paceline.tracing.registry import OverrideRow, SpecialRow
 
 Grads = tuple[Tensor | None, ...]
@@ -29,14 +29,14 @@ class ModulePoint:
     """One call of a module that has hooks, in one graph."""
 
     def __init__(self, module: nn.Module) -> None:
-        # The graph is guarded on the module; a strong reference would keep every module that was ever traced.
+        # The reference is weak: the graph is guarded on the module, and a strong one would keep it alive for good.
         self._module = weakref.ref(module)
         self._name = type(module).__name__
         self._hooks, self._pre_hooks = _torch.backward_hook_ids(module)
         self._grad_outputs: Grads = ()
 
     def at_output(self, grads: Grads, inputs: int) -> Grads:
-        """Gradients have come to the module's output. ``inputs``: how many it has, if none of them gets any."""
+        """Hear that gradients have come to the output. ``inputs`` is the number of inputs if none of them gets any."""
         module = self._owner()
         for hook in _torch.backward_hooks(module, self._pre_hooks, before=True):
             grads = self._changed(grads, hook(module, grads), "pre hook")
@@ -46,7 +46,7 @@ class ModulePoint:
         return grads
 
     def at_input(self, grads: Grads) -> Grads:
-        """Gradients have come to the module's input."""
+        """Hear that gradients have come to the module's input."""
         module = self._owner()
         outputs = self._grad_outputs
         for hook in _torch.backward_hooks(module, self._hooks, before=False):
@@ -64,7 +64,7 @@ class ModulePoint:
         if answer is None:
             return grads
         answer = answer if isinstance(answer, tuple) else (answer,)
-        # torch's words, as everywhere.
+        # The messages are torch's.
         if len(answer) != len(grads):
             name = "grad_output" if kind == "pre hook" else "grad_input"
             raise StateError(
@@ -91,11 +91,11 @@ class TensorPoint:
 
 
 points: list[Any] = []
-"""What a graph's numbers mean. They are given in the order of tracing, so a second run of a program gives the same."""
+"""What the numbers in graphs mean. They follow the order of tracing, so that the next run has the same numbers."""
 
 
 def module_point(module: nn.Module) -> int:
-    """Answered while tracing (see ``install``), with the real module."""
+    """The number of a new point for ``module``. It is called while tracing, with the real module."""
     points.append(ModulePoint(module))
     return len(points) - 1
 
@@ -111,8 +111,8 @@ def tensor_point(hook: Callable[[Tensor], Tensor | None]) -> int:
 def call_hooks(
     grads: list[Tensor], point: int, at_output: bool, positions: list[int], count: int, inputs: int
 ) -> list[Tensor]:
-    """The operator. ``positions``: where among the ``count`` arguments or results the gradients belong."""
-    # Theirs to keep: the compiler may use a gradient's memory again as soon as the operator has returned.
+    """The operator. ``positions`` says where among the ``count`` arguments or results the gradients belong."""
+    # These are copies, which hooks may keep: the compiler may use the memory again once the operator has returned.
     given: list[Tensor] = [grad.clone() for grad in grads]
     packed: list[Tensor | None] = [None] * count
     for position, grad in zip(positions, given, strict=True):
@@ -181,7 +181,7 @@ class TracedBackwardHook:
         return self._pass((result,), at_output=True, inputs=inputs)[0][0]
 
     def _pass(self, values: tuple[Any, ...], *, at_output: bool, inputs: int) -> tuple[tuple[Any, ...], bool]:
-        """``values`` with those that require grad passed through a boundary; whether there were any."""
+        """Pass those of ``values`` that require grad through a boundary; also return whether there were any."""
         if not torch.is_grad_enabled():
             return values, False
         positions = tuple(

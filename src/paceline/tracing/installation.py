@@ -7,14 +7,14 @@ import warnings
 
 from paceline import _torch
 from paceline.tracing import ops
-from paceline.tracing.arrival import when_imported
-from paceline.tracing.edition import NAMESPACE
+from paceline.tracing.import_hook import when_imported
+from paceline.tracing.operator_namespace import NAMESPACE
 from paceline.tracing.registry import Row
 
 
 def rows() -> list[Row]:
-    """All rows, in the order of the issue's points: groups, meshes, placements, collectives, hooks, refusals."""
-    # These look at the operators and at the compiler's own modules when they are imported.
+    """All rows: groups, meshes, placements, collectives, hooks, refusals."""
+    # They are imported late, since these modules look at the operators and at the compiler when they are imported.
     from paceline.tracing import (
         collectives,
         differentiable,
@@ -31,7 +31,7 @@ def rows() -> list[Row]:
 
 
 def install() -> None:
-    """A row that does not fit this version of torch is left out with a warning; torch's behaviour is then plain."""
+    """Install every row. One that does not fit this version of torch is left out with a warning."""
     ops.define()
     misfits = []
     for row in rows():

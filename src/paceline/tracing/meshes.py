@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline import _torch
-from paceline.tracing.arrival import when_imported
+from paceline.tracing.import_hook import when_imported
 from paceline.tracing.registry import MembersRow, SpecialRow
 
 ROWS = (

@@ -1,23 +1,23 @@
 """The operators that stand in a graph for the collectives torch has no operator for.
 
-One operator a collective, all of one shape, so that there is one fake rule and one lowering:
+There is one operator for each collective. All have the same signature, so that there is one fake rule and one lowering:
 
     paceline::broadcast(Tensor[] written, Tensor[] read, str group, str how, int[] ranks, bool wait) -> Tensor[]
 
 ``written`` are the tensors the collective would write to, ``read`` those it only reads. The operator changes neither:
-it returns what ``written`` are going to hold, and :mod:`~paceline.tracing.collectives` copies that back. Being
-functional, it needs no functionalization and can never be seen half done. With ``wait`` False the tensors are still
-on their way, and ``paceline::arrive`` gives what they hold in the end.
+it returns what ``written`` are going to hold, and :mod:`~paceline.tracing.collectives` copies that back. Since
+it is functional, it needs no functionalization and can never be seen half done. With ``wait`` False the tensors are
+still on their way, and ``paceline::arrive`` gives what they hold in the end.
 
-The operators call ``torch.distributed`` with the very arguments the user wrote, at run time. Hence what is wrong with
-a call (sizes, ranks, a missing list) is said by the same words as without the compiler.
+At run time, the operators call ``torch.distributed`` with exactly the arguments that the user wrote. Hence a wrong call
+(sizes, ranks, a missing list) raises the same error as without the compiler.
 
 [Note: the order of collectives] Ranks must begin collectives of a group in one order. The order of a graph is the
-order of the program, and three things keep it: the operators are impure (``torch.fx.node.has_side_effect``), so no
-pass removes one, a barrier or a send included; Inductor is told that they are collectives (``inductor.py``), and it
-chains all collectives of a graph, torch's own among them; passes that sort a graph anew sort it stably.
-Waiting is part of the chain (``paceline::arrive``, not torch's ``wait_tensor``): Inductor is free to wait early, and
-waiting for a send before the receive that follows it has begun is a deadlock.
+order of the program, and three things keep it: the operators are impure (``torch.fx.node.has_side_effect``), so no pass
+removes one, not even a barrier or a send; Inductor is told that they are collectives (``inductor.py``), and it chains
+all collectives of a graph, torch's own among them; passes that sort a graph anew sort it stably. Waiting is part of the
+chain (``paceline::arrive``, not torch's ``wait_tensor``): Inductor is free to wait early, and waiting for a send before
+the receive that follows it has begun is a deadlock.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from torch.fx.node import has_side_effect
 
 from paceline import _torch
 from paceline.tracing import hooks
-from paceline.tracing.edition import NAMESPACE, operators
+from paceline.tracing.operator_namespace import NAMESPACE, operators
 
 NOBODY = -1
-"""In ``ranks``: the argument was not given."""
+"""Stands in ``ranks`` for an argument that was not given."""
 
 
 OUTSIDE = "no member"
-"""In place of a group's name: this rank is not in it, is told so, and does nothing."""
+"""Stands for the name of a group that this rank is not in. The rank is told so, and does nothing."""
 
 
 class Call(NamedTuple):
@@ -64,7 +64,7 @@ Starter = Callable[[Call, bool], Work | list[Work] | None]
 """Begins the collective; the second argument is ``async_op``."""
 
 STARTERS: dict[str, Starter] = {}
-"""A row an operator, by its name in the ``paceline`` namespace."""
+"""The starter of each operator, by its name."""
 
 
 def starter(function: Starter) -> Starter:
@@ -91,7 +91,7 @@ def all_gather_coalesced(call: Call, later: bool) -> Work | None:
     count = len(call.read)
     lists = [call.written[start : start + count] for start in range(0, len(call.written), count)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # said to the user where the call was written, if at all
+        warnings.simplefilter("ignore", FutureWarning)  # the user is warned where the call was traced, if at all
         return c10d.all_gather_coalesced(lists, call.read, call.group, later)
 
 
@@ -151,7 +151,7 @@ def scatter(call: Call, later: bool) -> Work | None:
 
 @starter
 def barrier(call: Call, later: bool) -> Work | None:
-    # A graph outlives the devices' numbering and a time-out that was an object: eager's defaults.
+    # This uses eager's defaults: a graph outlives both the device numbers and a time-out object.
     return dist.barrier(call.group, later)
 
 
@@ -181,14 +181,14 @@ def irecv(call: Call, later: bool) -> Work | None:
 
 @starter
 def recv_any(call: Call, later: bool) -> None:
-    """``dist.recv`` without a source; who it was is known only now, and is the second thing that is written."""
+    """``dist.recv`` without a source. The sender is known only now, and is the second thing that is written."""
     value, source = call.written
     source.fill_(dist.recv(value, None, call.group, call.ranks[0]))
 
 
 @starter
 def batch_isend_irecv(call: Call, later: bool) -> list[Work]:
-    """``how`` has a letter an operation, s or r; ``ranks`` has each one's peer (in the group), then each one's tag."""
+    """``how`` has one letter for each operation, s or r; ``ranks`` has all peers (in the group), then all tags."""
     received, sent = iter(call.written), iter(call.read)
     count = len(call.how)
     operations = [
@@ -207,7 +207,7 @@ def batch_isend_irecv(call: Call, later: bool) -> list[Work]:
 def _run(
     name: str, written: list[Tensor], read: list[Tensor], group: str, how: str, ranks: list[int], wait: bool
 ) -> list[Tensor]:
-    # What is not written keeps what it had: a reduction elsewhere than at its root, a backend that does nothing.
+    # A tensor may stay unwritten (in a reduction, on every rank but the root), and must then keep its contents.
     fresh = [_copied(tensor) for tensor in written]
     if group == OUTSIDE:
         _torch.warn_not_a_member(name)
@@ -234,12 +234,12 @@ def _run(
 def _describe(
     name: str, written: list[Tensor], read: list[Tensor], group: str, how: str, ranks: list[int], wait: bool
 ) -> list[Tensor]:
-    """The fake rule."""
+    """The results as the compiler sees them, without memory."""
     return _results(name, [_like(tensor) for tensor in written], how)
 
 
 def _results(name: str, fresh: list[Tensor], how: str) -> list[Tensor]:
-    """What is handed out. One that writes nothing still needs a tensor that can be waited for."""
+    """What an operator returns. One that writes nothing still needs a tensor that can be waited for."""
     if name != "batch_isend_irecv":
         return fresh or [torch.empty(1)]
     received = iter(fresh)
@@ -258,14 +258,14 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _in_flight(pending: list[Tensor]) -> None:
-    """Nothing. It uses what torch's own functional collectives return, so that none is removed as unused.
+    """Do nothing but use what torch's own functional collectives return, so that none is removed as unused.
 
-    A handle that nobody waits for would let the compiler drop the collective on this rank, while the others wait.
+    If nobody waits for a handle, the compiler would drop the collective on this rank, while the others wait for it.
     """
 
 
 def _arrive(pending: list[Tensor]) -> list[Tensor]:
-    """Wait for results of the operators above. Not ``wait_tensor``: see [Note: the order of collectives]."""
+    """Wait for results of the operators above. [Note: the order of collectives] says why not with ``wait_tensor``."""
     return [_copied(_torch.wait_tensor(tensor)) for tensor in pending]
 
 
@@ -305,7 +305,7 @@ def define() -> None:
     if defined:
         return
     defined = True
-    # Its rows are traced by way of the operators of this file.
+    # It is imported late, since its rows are traced by way of the operators of this file.
     from paceline.tracing import placements
 
     for name in STARTERS:
@@ -321,7 +321,7 @@ def define() -> None:
 
 
 def _define(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> None:
-    # Not torch.library.custom_op, which costs twice as much a call: nothing here is differentiable or aliases.
+    # This is not torch.library.custom_op, whose calls cost twice as much: nothing here is differentiable or aliases.
     library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)

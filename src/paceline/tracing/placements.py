@@ -9,20 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import _torch
-from paceline.tracing.arrival import when_imported
 from paceline.tracing.collectives import named
-from paceline.tracing.edition import operators
+from paceline.tracing.import_hook import when_imported
+from paceline.tracing.operator_namespace import operators
 from paceline.tracing.registry import SpecialRow
 
 
 def metadata(tensor: Tensor, requires_grad: bool, with_layout: bool) -> list[int]:
-    """What ranks compare, as numbers; a length of its own for each number of dimensions."""
+    """What ranks compare, as numbers. How many there are depends on the number of dimensions."""
     about = [_torch.dtype_number(tensor.dtype), int(requires_grad)]
     return [*about, tensor.dim(), *tensor.shape, *tensor.stride()] if with_layout else about
 
 
 def check_same(tensor: Tensor, requires_grad: bool, with_layout: bool, group: str) -> None:
-    """The operator: all ranks have a tensor of the same kind, or all raise."""
+    """The operator: raise on all ranks, unless all have a tensor of the same kind."""
     process_group = _torch.group_named(group)
     mine = torch.tensor(metadata(tensor, requires_grad, with_layout))
     size = dist.get_world_size(process_group)
@@ -59,7 +59,7 @@ def current_mesh():
 
 
 def from_local(*args, **kwargs):
-    # In the order they are written: a graph's inputs are in the order in which they are looked at.
+    # Arguments are looked at in the order in which they are written, since that becomes the order of a graph's inputs.
     values = {**dict(zip(("local_tensor", "device_mesh", "placements"), args, strict=False)), **kwargs}
     given = [name for name, value in values.items() if value is not None]
     if "device_mesh" in given and not kwargs.get("run_check"):

@@ -1,4 +1,4 @@
-"""Sends and receives: blocking, asynchronous, in batches."""
+"""Sends and receives that ``torch.compile`` can trace: blocking, asynchronous, and in batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline import _torch
 from paceline.tracing.collectives import Group, begin, check_tensor, given, hidden, is_outside, named
-from paceline.tracing.edition import operators
+from paceline.tracing.operator_namespace import operators
 from paceline.tracing.registry import FunctionRow, OverrideRow, functions
 from paceline.tracing.work import TracedWork
 
@@ -86,7 +86,7 @@ def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
 
 
 class Operation:
-    """A ``dist.P2POp`` that was made inside the graph: torch traces those behind a switch that is off."""
+    """A ``dist.P2POp`` that was made inside the graph. torch itself traces those only with a switch that is off."""
 
     def __init__(self, op: Any, tensor: Tensor, group: ProcessGroup, tag: int, group_peer: int) -> None:
         self.op = op
@@ -117,9 +117,9 @@ def operation(
 
 
 class Coalescing:
-    """The context manager of ``_coalescing_manager`` in a graph: the collectives in it are begun where they stand.
+    """The context manager of ``_coalescing_manager`` in a graph, whose collectives are begun where they stand.
 
-    The compiler sees all of them at once, which is what coalescing is for.
+    The compiler sees all of them at once, which is the purpose of coalescing.
     """
 
     def __enter__(self) -> Coalescing:
@@ -147,7 +147,7 @@ ROWS = (
     *functions(
         c10d,
         globals(),
-        {"send": _OURS, "recv": _OURS, "isend": _HANDLE, "irecv": _HANDLE, "batch_isend_irecv": f"one {_HANDLE} each"},
+        {"send": _OURS, "recv": _OURS, "isend": _HANDLE, "irecv": _HANDLE, "batch_isend_irecv": f"{_HANDLE} each"},
     ),
     OverrideRow("dist.P2POp(...)", "no part of the graph", dist.P2POp, operation),
     FunctionRow(

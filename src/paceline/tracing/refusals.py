@@ -100,8 +100,8 @@ ROWS = (
         "work.source_rank(), work._source_rank()",
         "refused: give src",
         refuse_source,
-        "Who has sent is known only when the call runs.",
-        ("Say who sends, dist.irecv(tensor, src=rank), or use dist.recv, whose value it is.",),
+        "The sender is known only when the call runs.",
+        ("Name the sender, dist.irecv(tensor, src=rank), or use dist.recv, which returns it.",),
     ),
     RefusalRow(
         "dist._make_nccl_premul_sum",

@@ -1,4 +1,4 @@
-"""What a row is: one thing the compiler knows of torch's distributed package, or of hooks, because of us.
+"""What a row is: one thing of torch's distributed package, or of hooks, that the compiler learns from us.
 
 A row has a subject (what users write), the form it takes in a graph, and knows how to put itself in place. The rows
 stand in the files of their nouns, in tuples named ``ROWS``; ``installation`` collects and installs them. To add one,
@@ -23,7 +23,7 @@ class Row:
     subject: str
     """The thing as people write it."""
     form: str
-    """What is in the graph in its place, and on what the graph then depends; a line for the docs."""
+    """What is in the graph in its place, and what the graph then depends on; this is a line of the docs."""
 
     def install(self) -> None:
         raise NotImplementedError
@@ -36,7 +36,7 @@ class FunctionRow(Row):
     original: Callable[..., Any]
     traced: Callable[..., Any]
     is_checked: bool = True
-    """Whether torch compares the signatures; not where a default of torch's is the group of the moment of import."""
+    """Whether torch compares the signatures. It cannot do so if a default is the group at the moment of import."""
 
     def install(self) -> None:
         torch.compiler.substitute_in_graph(self.original, skip_signature_check=not self.is_checked)(self.traced)
@@ -44,7 +44,7 @@ class FunctionRow(Row):
 
 @dataclasses.dataclass(frozen=True)
 class OverrideRow(Row):
-    """As a function row, for a function or class that torch has a rule for, which does not do."""
+    """A function row for a function or class whose own rule in torch is not enough."""
 
     original: Any
     traced: Callable[..., Any]
@@ -55,7 +55,7 @@ class OverrideRow(Row):
 
 @dataclasses.dataclass(frozen=True)
 class AroundRow(Row):
-    """As an override row, for a function whose ``traced`` goes on to what torch traces, by the name of ``torchs``."""
+    """An override row whose ``traced`` function calls what torch traces, by the name of ``torchs``."""
 
     original: Any
     traced: Callable[..., Any]

@@ -11,21 +11,21 @@ from torch.distributed import Work
 
 from paceline import _torch
 from paceline.errors import StateError
-from paceline.tracing.edition import operators
+from paceline.tracing.operator_namespace import operators
 
 
 class TracedWork:
     """A collective that was begun inside compiled code; has the methods of ``torch.distributed.Work``.
 
-    It is plain Python, so the compiler traces its methods, and makes a real one if the handle leaves the graph: the
-    tensors it waits for leave with it, still on their way.
+    It is plain Python, so the compiler traces its methods. If the handle leaves the graph, the compiler makes a real
+    one, and the tensors that it waits for leave with it, still on their way.
 
     A tensor may not be looked at between the call and :meth:`wait`. Eager code writes to it at some moment in
     between; here it is written in :meth:`wait`, which is one of those moments.
     """
 
     def __init__(self, targets: list[Tensor], pending: list[Tensor], *, is_torchs: bool = False) -> None:
-        """``pending`` is what ``targets`` are going to hold, one each or all end to end."""
+        """``pending`` is what ``targets`` are going to hold: one tensor for each, or one with all end to end."""
         self._targets = targets
         self._pending = pending
         self._is_torchs = is_torchs
@@ -34,7 +34,7 @@ class TracedWork:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """So that ``isinstance(handle, dist.Work)`` is true of one that has left its graph."""
+        """Let ``isinstance(handle, dist.Work)`` be true of a handle that has left its graph."""
         return Work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -54,10 +54,10 @@ class TracedWork:
         return True
 
     def is_completed(self) -> bool:
-        """False when asked first, since it may not have ended yet; asked again, it waits.
+        """False at the first call, since the collective may not have ended yet; a second call waits.
 
-        A graph has no "perhaps". To wait at once could be a deadlock: what this rank does next may be what the others
-        need to end theirs. Never to wait would be one, too: programs ask until it is true.
+        A graph has no "perhaps". Waiting at the first call could be a deadlock, since others may need what this rank
+        does next. Never waiting would be one, too, since programs ask until the answer is True.
         """
         if not self._is_done and not self._was_asked:
             self._was_asked = True
@@ -89,7 +89,7 @@ class TracedWork:
         return refuse_future(self)
 
     def source_rank(self) -> Any:
-        """Refused: who sent is known only when the call runs."""
+        """Refused: the sender is known only when the call runs."""
         return refuse_source(self)
 
     _source_rank = source_rank
@@ -104,7 +104,7 @@ AnyWork.register(TracedWork)
 
 
 def refuse_future(work: TracedWork) -> Any:
-    """Outside of a graph; inside, the row of this name in ``refusals`` speaks."""
+    """Raise outside of a graph; inside, the row of this name in ``refusals`` raises instead."""
     raise StateError(
         "a collective begun inside torch.compile has no future: call wait() on the handle and write what was "
         "chained to the future after it"
@@ -112,8 +112,8 @@ def refuse_future(work: TracedWork) -> Any:
 
 
 def refuse_source(work: TracedWork) -> Any:
-    """As above."""
-    raise StateError("a receive begun inside torch.compile does not know who sent: say so with src")
+    """Raise outside of a graph, as above."""
+    raise StateError("a receive begun inside torch.compile does not know the sender: name it with src")
 
 
 def write_parts(targets: list[Tensor], values: Tensor) -> None:

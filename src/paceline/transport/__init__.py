@@ -7,17 +7,10 @@
 
 The layout, from the ground up:
 
-- ``csrc/``, ``library``, ``kernel``: the C kernel and its Python binding; knows addresses, nothing of tensors
-- ``codes``: numbers that both have in common
-- ``segment``: files of the shared-memory file system, mapped by several ranks
-- ``rendezvous``: which ranks share memory, found by trying
-- ``arena``: memory for buckets that all ranks have mapped
-- ``packing``, ``checks``, ``forms``: tensors to addresses; what is refused; the short forms of calls
-- ``work``, ``launcher``: what a call gets back, and how it is started
-- ``reductions`` (with ``sparse``), ``exchanges``, ``process_group``: what c10d sees
-- ``conductor``, ``host``, ``leaders``, ``lines``, ``messages``, ``parcels``: the parts of a group that spans hosts
-- ``stages``, ``spanning_reductions``, ``spanning_exchanges``, ``hosts``: what c10d sees of one
-- ``creation``: which of them a new group is
+- ``shm``: the C kernel with its Python binding, and the memory that the ranks of a host share
+- ``c10d``: the process group that torch calls, over a *carrier* that moves its tensors
+- ``hosts``: how ranks find out who shares memory, and the carrier of groups that span hosts
+- ``creation``: chooses the carrier of a new group
 """
 
 from __future__ import annotations
@@ -43,7 +36,7 @@ class Options:
 
 
 def register() -> None:
-    """Tell c10d about the backend. Cheap: nothing is loaded until a group is made."""
+    """Tell c10d about the backend. This is cheap, since nothing is loaded until a group is made."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _new_group, extended_api=True, devices=["cpu"])
 
@@ -51,10 +44,10 @@ def register() -> None:
 def allocate(
     nbytes: int, *, group: dist.ProcessGroup | None = None, wait: Callable[[dist.Work], None] | None = None
 ) -> Tensor | None:
-    """Bytes in shared memory, on which ``all_reduce`` copies nothing; a collective of ``group``.
+    """Allocate bytes in shared memory, on which ``all_reduce`` copies nothing. This is a collective of ``group``.
 
-    None, on all ranks alike, where the group does not share memory or there is no room. ``wait`` is called with each
-    work that waits for the other ranks, for who does not want to do that with ``work.wait()``.
+    It returns None on all ranks if the group does not share memory or if there is no room. Callers who do not want to
+    wait for the other ranks with ``work.wait()`` pass ``wait``, which is called with each work instead.
 
     Example::
 
@@ -62,15 +55,13 @@ def allocate(
         bucket = torch.zeros(1024) if memory is None else memory.view(torch.float32)
     """
     found: Any = dist.group.WORLD if group is None else group
-    arenas = getattr(found, "arenas", None)
-    if arenas is None:
-        return None
-    tensor: Tensor | None = arenas.allocate(nbytes, timeout_s=found.options._timeout.total_seconds(), wait=wait)
+    allocate_shared = getattr(found, "allocate_shared", None)
+    tensor: Tensor | None = None if allocate_shared is None else allocate_shared(nbytes, wait)
     return tensor
 
 
 def describe(group: dist.ProcessGroup) -> str:
-    """How a group with this backend carries collectives, in words; empty for groups of other backends."""
+    """Say in words how a group with this backend carries collectives. The text is empty for other backends."""
     return getattr(group, "carried", "")
 
 

@@ -1,61 +1,74 @@
-"""How a group comes to be: the ranks meet, and get shared memory, hosts in between, or gloo."""
+"""How a group is made: its ranks meet, and its collectives go through shared memory, between hosts, or over gloo."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store
 
 from paceline import _torch
-from paceline.transport.hosts import HostsProcessGroup
-from paceline.transport.process_group import ShmProcessGroup
-from paceline.transport.rendezvous import Meeting, meet
+from paceline.transport.c10d.process_group import ShmProcessGroup
+from paceline.transport.hosts.rendezvous import HostMap, meet
+from paceline.transport.hosts.several_hosts import SeveralHosts
+from paceline.transport.shm.kernel import Endpoint, control_nbytes
+from paceline.transport.shm.one_host import OneHost
+from paceline.transport.shm.segment import Segment
+from paceline.transport.shm.terms import Terms
 
 _logger = logging.getLogger("paceline")
 _said: set[str] = set()
 
 
 def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGroup:
-    """What c10d calls for a group with backend ``shm``: a collective of its ranks."""
+    """Make a group with backend ``shm``. c10d calls this, and it is a collective of the group's ranks."""
     store, rank, size = backend_options.store, backend_options.group_rank, backend_options.group_size
     timeout = backend_options.timeout
-    # Empty for the default group, whose ranks are called by the same numbers everywhere.
+    # It is empty for the default group, whose ranks have the same numbers everywhere.
     names = backend_options.global_ranks_in_group or range(size)
     between = getattr(group_options, "between", "gloo")
-    meeting = meet(store, rank=rank, size=size, timeout=timeout, names=names)
-    if meeting.channel is not None and meeting.control is not None and len(meeting.hosts) == 1:
-        return ShmProcessGroup(
-            store, rank=rank, size=size, timeout=timeout, channel=meeting.channel, control=meeting.control
-        )
-    if meeting.reason is None and len(meeting.hosts) < size:
+    found = meet(store, rank=rank, size=size, timeout=timeout, names=names)
+    if found.endpoint is not None and len(found.hosts) == 1:
+        one_host = OneHost(found.endpoint, found.control)
+        return ShmProcessGroup(store, rank=rank, size=size, timeout=timeout, carrier=one_host)
+    if found.reason is None and len(found.hosts) < size:
+        endpoint, control = _alone(names[rank]) if found.endpoint is None else (found.endpoint, found.control)
+        carrier: SeveralHosts | None = None
         try:
-            return HostsProcessGroup(
-                meeting.store,
+            carrier = SeveralHosts(
+                found.store,
                 rank=rank,
                 size=size,
                 timeout=timeout,
-                hosts=meeting.hosts,
-                channel=meeting.channel,
-                control=meeting.control,
+                hosts=found.hosts,
+                endpoint=endpoint,
+                control=control,
                 names=names,
                 between=between,
             )
+            # Leaders may still be connecting. A rank that uses the group, fails and leaves meanwhile would break their
+            # connections, and they would not know why. This waits longer than a leader needs to find that another one
+            # does not come, because that one is then to blame.
+            carrier.barrier(Terms(2 * timeout.total_seconds(), inline=True)).wait()
         except BaseException:
-            # The process lives on, and must not keep the lock and the file of a group that there is not.
-            for part in (meeting.channel, meeting.control):
-                if part is not None:
-                    part.close()
+            # The process lives on, and must not keep the lock, the file and the threads of a group that was not made.
+            if carrier is not None:
+                carrier.close()
+            endpoint.close()
+            if control is not None:
+                control.close()
             raise
-    if meeting.reason is not None:
-        _say(meeting, rank=rank)
+        return ShmProcessGroup(store, rank=rank, size=size, timeout=timeout, carrier=carrier)
+    if found.reason is not None:
+        _say(found, rank=rank)
         between = "gloo"
-    return PlainGroup(meeting.store, rank=rank, size=size, timeout=timeout, backend=between)
+    return PlainGroup(found.store, rank=rank, size=size, timeout=timeout, backend=between)
 
 
 class PlainGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
-    """A group with backend ``shm`` whose ranks do not share memory, or are one a host: another backend alone."""
+    """A group with backend ``shm`` whose ranks do not share memory. Another backend carries it alone."""
 
     def __init__(self, store: Store, *, rank: int, size: int, timeout: Any, backend: str) -> None:
         super().__init__(rank, size)
@@ -67,11 +80,20 @@ class PlainGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
         self.adds_sparse = backend == dist.Backend.GLOO
 
 
-def _say(meeting: Meeting, *, rank: int) -> None:
-    """Once a process, on the group's first rank: all ranks know the same."""
-    reason = meeting.reason or ""
-    # Which rank it was may differ from group to group, and is the same news.
-    news = reason.partition(": ")[2]
+def _alone(name: int) -> tuple[Endpoint, Segment]:
+    """The endpoint of a rank that is the only one of its host."""
+    control = Segment.private(control_nbytes(1))
+    endpoint = Endpoint(
+        address=control.address, nbytes=control.nbytes, fd=-1, rank=0, size=1, create=True, names=[name]
+    )
+    return endpoint, control
+
+
+def _say(found: HostMap, *, rank: int) -> None:
+    """Log the reason, once per process, and only on the group's first rank, since all ranks know the same."""
+    reason = found.reason or ""
+    # It is the same news whichever rank it was, and however many bytes were free at that moment.
+    news = re.sub(r"[\d,]+", "", reason.partition(": ")[2])
     if rank == 0 and news not in _said:
         _said.add(news)
-        _logger.warning("paceline: shared memory is not used between ranks, gloo is: %s", reason)
+        _logger.warning("paceline: ranks use gloo instead of shared memory: %s", reason)

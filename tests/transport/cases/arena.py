@@ -125,7 +125,7 @@ def outlives_its_group(rank, world_size):
 @case(2, shm_only=ONLY)
 def is_forgotten_before_it_is_unmapped(rank, world_size):
     """Afterwards its addresses may be those of other memory, which is not shared."""
-    arenas = dist.group.WORLD.arenas
+    arenas = dist.group.WORLD.carrier.arenas
     memory = _allocate(1 << 20)
     where = f"{memory.data_ptr():x}-"
     forget, mapped = arenas.forget, []

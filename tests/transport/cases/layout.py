@@ -22,7 +22,7 @@ def _all(world_size: int, seed: int = 0) -> list[torch.Tensor]:
     return [t.view(ROWS, COLUMNS) for t in every(ROWS * COLUMNS, torch.float32, world_size, seed=seed)]
 
 
-@case()
+@case(2, 4)
 def transposed_in_place(rank, world_size):
     mine = _transposed(rank)
     assert not mine.is_contiguous()
@@ -166,7 +166,7 @@ def sparse(rank, world_size):
     same(mine.to_dense(), want, "sparse all_reduce")
 
 
-@case(shm_only="gloo leaves complex ones as they are, in silence")
+@case(2, 4, shm_only="gloo leaves complex ones as they are, in silence")
 def sparse_complex(rank, world_size):
     """dist.all_reduce hands on a view as real numbers, whose rows are not those of the tensor it was made of."""
     values = torch.tensor([1 + 2j, 3 + 4j])
@@ -194,7 +194,7 @@ def sparse_views_of_complex(rank, world_size):
     same(real.to_dense(), want[..., 0], "the real part")
 
 
-@case(shm_only="gloo does not add sparse bfloat16")
+@case(2, 4, shm_only="gloo does not add sparse bfloat16")
 def sparse_asynchronous(rank, world_size):
     """Which rows there are differs between ranks; a rank that is early does not wait for that in the call."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int8):
@@ -217,7 +217,7 @@ def sparse_asynchronous(rank, world_size):
         same(dense, reduced("SUM", every(7, torch.float32, world_size)), "the one behind it")
 
 
-@case(shm_only="gloo says so in other words")
+@case(2, 4, shm_only="gloo says so in other words")
 def sparse_shapes_that_differ(rank, world_size):
     """Of one size in bytes, and not to be added."""
     mine = torch.sparse_coo_tensor([[0]], [1.0], (3 + rank,), check_invariants=True).coalesce()

@@ -105,7 +105,7 @@ def wait_with_a_limit(rank, world_size):
 WITH_FUTURE = ("all_reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "all_to_all_single")
 
 
-@case()
+@case(2, 4)
 def futures(rank, world_size):
     forms = _forms(rank, world_size)
     for name in WITH_FUTURE:
@@ -188,7 +188,7 @@ def state(rank, world_size):
     same(work.result()[0], mine, "result")
 
 
-@case()
+@case(2, 4)
 def many_in_flight(rank, world_size):
     tensors = [_mine(rank, seed % 5, 1 + 37 * seed) for seed in range(100)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]

@@ -38,13 +38,21 @@ def _train(model: nn.Module, rank: int) -> list[float]:
     return losses
 
 
+# Without annotations: torch compares them with its classes, and here they would be strings.
+def _mean_of_bucket(group, bucket):
+    work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 @case(compare=True, allow_warnings=ALLOW)
 def torch_ddp(rank, world_size):
     results: dict[str, Any] = {}
-    for views in (False, True):
+    for views, has_hook in ((False, False), (True, False), (True, True)):
         model = nn.parallel.DistributedDataParallel(_model(), gradient_as_bucket_view=views, bucket_cap_mb=0.02)
-        results[f"losses, views {views}"] = _train(model, rank)
-        results[f"weights, views {views}"] = [p.detach().clone() for p in model.parameters()]
+        if has_hook:
+            model.register_comm_hook(dist.group.WORLD, _mean_of_bucket)
+        results[f"losses, views {views}, hook {has_hook}"] = _train(model, rank)
+        results[f"weights, views {views}, hook {has_hook}"] = [p.detach().clone() for p in model.parameters()]
     return results
 
 

@@ -1,4 +1,4 @@
-/* The bells of the kernel (csrc/message.c, [Note: bells]; csrc/ring.h), for spin.
+/* The bells of the kernel (csrc/delivery.c, [Note: bells]; csrc/ring.h), for spin.
  *
  * A sender moves MESSAGES bytes through a ring with room for ROOM; a receiver takes them out. Each sleeps on its own
  * bell when it can do nothing. Checked: the receiver reads the bytes that were sent, in order; nobody sleeps for ever

@@ -1,5 +1,5 @@
-/* The round protocol of the kernel (csrc/layout.h, [Note: rounds]; csrc/round.c, [Note: sleepers]; csrc/collective.c,
- * [Note: zero copy]), for spin.
+/* The round protocol of the kernel (csrc/layout.h, [Note: rounds]; csrc/round.c, [Note: sleepers];
+ * csrc/all_reduce.c, [Note: zero copy] and [Note: staged all_reduce]), for spin.
  *
  * What is checked, over all interleavings of N ranks and ROUNDS rounds:
  *   - a rank that passes the gate of round k reads from others what they wrote for round k (assertions);

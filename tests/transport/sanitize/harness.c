@@ -1,6 +1,6 @@
 /* Random programs of collectives and messages on ranks that are threads of one process, for the sanitizers.
  *
- *     harness SIZE PROGRAMS STEPS [SPIN_S]
+ *     harness SIZE PROGRAMS STEPS SPIN_S
  *
  * Every rank draws the same program from the same seed. Results are compared with what they must be; the races and the
  * memory errors are the sanitizer's to find. Built by the Makefile here, for ThreadSanitizer and for Address- and
@@ -14,7 +14,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "pl.h"
+#include "endpoint.h"
 
 #define TIMEOUT_S 120.0
 #define MAX_COUNT 900000
@@ -29,7 +29,7 @@ static uint64_t arenas[PL_MAX_RANKS];
 typedef struct {
     int rank;
     uint64_t random;
-    pl_channel *channel;
+    pl_endpoint *endpoint;
 } rank_thread;
 
 #define CHECK(right, ...)                                    \
@@ -74,7 +74,8 @@ static int32_t *filled(int rank, uint64_t count, uint64_t step) {
 static void expect_sum(const int32_t *x, uint64_t count, uint64_t step) {
     for (uint64_t i = 0; i < count; i++) {
         int32_t want = element(0, i, step) * size * (size + 1) / 2;
-        CHECK(x[i] == want, "element %llu of %llu: %d, not %d", (unsigned long long)i, (unsigned long long)count, x[i], want);
+        CHECK(x[i] == want, "element %llu of %llu: %d, not %d", (unsigned long long)i, (unsigned long long)count, x[i],
+              want);
     }
 }
 
@@ -83,10 +84,10 @@ static void step_all_reduce(rank_thread *t, uint64_t step) {
     const int queued = (int)draw(t, 2), in_arena = (int)draw(t, 3) == 0;
     int32_t *mine = filled(t->rank, count, step), *x = mine;
     if (in_arena) x = memcpy((void *)(arenas[t->rank] + 64 * (uint64_t)t->rank), mine, count * sizeof *x);
-    finish(pl_all_reduce(t->channel, x, x, count, PL_I32, PL_SUM, 1.0, TIMEOUT_S, !queued));
+    finish(pl_all_reduce(t->endpoint, x, x, count, PL_I32, PL_SUM, TIMEOUT_S, !queued));
     expect_sum(x, count, step);
     /* Zero copy writes to others' memory: nobody may use it for something else before all have looked. */
-    if (in_arena) finish(pl_barrier(t->channel, TIMEOUT_S, 1));
+    if (in_arena) finish(pl_barrier(t->endpoint, TIMEOUT_S, 1));
     free(mine);
 }
 
@@ -99,7 +100,7 @@ static void step_queue(rank_thread *t, uint64_t step) {
     for (int i = 0; i < JOBS; i++) {
         counts[i] = draw_count(t) / 4;
         x[i] = filled(t->rank, counts[i], step + (uint64_t)i);
-        jobs[i] = pl_all_reduce(t->channel, x[i], x[i], counts[i], PL_I32, PL_SUM, 1.0, TIMEOUT_S, i == 3);
+        jobs[i] = pl_all_reduce(t->endpoint, x[i], x[i], counts[i], PL_I32, PL_SUM, TIMEOUT_S, i == 3);
     }
     for (int i = JOBS - 1; i >= 0; i--) {
         /* Looking at the status is as good as waiting. */
@@ -121,7 +122,7 @@ static void step_all_to_all(rank_thread *t, uint64_t step) {
         sends[r] = (uint64_t)filled(t->rank, out[r] / 4, step + (uint64_t)r);
         recvs[r] = (uint64_t)calloc(1, in[r] + 4);
     }
-    finish(pl_exchange(t->channel, sends, out, recvs, in, 0, PL_ALL_TO_ALL, -1, PL_U8, TIMEOUT_S, !queued));
+    finish(pl_exchange(t->endpoint, sends, out, recvs, in, 0, PL_ALL_TO_ALL, -1, PL_U8, TIMEOUT_S, !queued));
     for (int r = 0; r < size; r++) {
         const int32_t *x = (const int32_t *)recvs[r];
         for (uint64_t i = 0; i < in[r] / 4; i++) CHECK(x[i] == element(r, i, step + (uint64_t)t->rank), "all_to_all");
@@ -138,7 +139,7 @@ static void step_all_gather(rank_thread *t, uint64_t step) {
         in[r] = out;
         recvs[r] = (uint64_t)calloc(1, out + 4);
     }
-    finish(pl_exchange(t->channel, &send, &out, recvs, in, 1, PL_ALL_GATHER, -1, PL_U8, TIMEOUT_S, 1));
+    finish(pl_exchange(t->endpoint, &send, &out, recvs, in, 1, PL_ALL_GATHER, -1, PL_U8, TIMEOUT_S, 1));
     for (int r = 0; r < size; r++) {
         const int32_t *x = (const int32_t *)recvs[r];
         for (uint64_t i = 0; i < count; i++) CHECK(x[i] == element(r, i, step), "all_gather");
@@ -147,11 +148,11 @@ static void step_all_gather(rank_thread *t, uint64_t step) {
     free((void *)send);
 }
 
-/* As many as it likes from each; what came belongs to the job. */
+/* Each rank sends as many as it likes; what comes belongs to the job. */
 static void step_gather_unequal(rank_thread *t, uint64_t step) {
-    const uint64_t base = draw_count(t);
-    int32_t *sent = filled(t->rank, base + 3 * (uint64_t)t->rank, step);
-    pl_job *job = pl_gather_unequal(t->channel, sent, (base + 3 * (uint64_t)t->rank) * 4, PL_ALL_GATHER, PL_I32, TIMEOUT_S);
+    const uint64_t base = draw_count(t), count = base + 3 * (uint64_t)t->rank;
+    int32_t *sent = filled(t->rank, count, step);
+    pl_job *job = pl_gather_unequal(t->endpoint, sent, count * 4, PL_ALL_GATHER, PL_I32, TIMEOUT_S);
     CHECK(job && pl_job_wait(job, 1e30) == PL_OK, "gather_unequal");
     for (int r = 0; r < size; r++) {
         uint64_t nbytes;
@@ -171,7 +172,7 @@ static void step_reduce_scatter(rank_thread *t, uint64_t step) {
         sends[r] = (uint64_t)filled(t->rank, counts[r], step);
     }
     int32_t *x = calloc(counts[t->rank] + 1, sizeof *x);
-    finish(pl_reduce_exchange(t->channel, sends, counts, x, PL_I32, PL_SUM, PL_REDUCE_SCATTER, -1, TIMEOUT_S, 1));
+    finish(pl_reduce_exchange(t->endpoint, sends, counts, x, PL_I32, PL_SUM, PL_REDUCE_SCATTER, -1, TIMEOUT_S, 1));
     expect_sum(x, counts[t->rank], step);
     for (int r = 0; r < size; r++) free((void *)sends[r]);
     free(x);
@@ -185,11 +186,11 @@ static void step_messages(rank_thread *t, uint64_t step) {
     pl_job *sends[2];
     for (int tag = 0; tag < 2; tag++) {
         out[tag] = filled(t->rank, counts[tag], step + (uint64_t)tag);
-        sends[tag] = pl_send(t->channel, out[tag], counts[tag] * 4, after, tag, TIMEOUT_S);
+        sends[tag] = pl_send(t->endpoint, out[tag], counts[tag] * 4, after, tag, TIMEOUT_S);
     }
     for (int tag = 1; tag >= 0; tag--) {
         in[tag] = calloc(counts[tag] + 1, 4);
-        pl_job *job = pl_recv(t->channel, in[tag], counts[tag] * 4, tag ? before : -1, tag, TIMEOUT_S);
+        pl_job *job = pl_recv(t->endpoint, in[tag], counts[tag] * 4, tag ? before : -1, tag, TIMEOUT_S);
         finish(job);
         for (uint64_t i = 0; i < counts[tag]; i++)
             CHECK(in[tag][i] == element(before, i, step + (uint64_t)tag), "message");
@@ -200,12 +201,12 @@ static void step_messages(rank_thread *t, uint64_t step) {
         free(out[tag]);
     }
     /* From anybody means that the next program's message could be taken for this one's. */
-    finish(pl_barrier(t->channel, TIMEOUT_S, 1));
+    finish(pl_barrier(t->endpoint, TIMEOUT_S, 1));
 }
 
 static void step_disagree(rank_thread *t) {
     int32_t x[64] = {0};
-    pl_job *job = pl_all_reduce(t->channel, x, x, t->rank ? 64 : 63, PL_I32, PL_SUM, 1.0, TIMEOUT_S, 1);
+    pl_job *job = pl_all_reduce(t->endpoint, x, x, t->rank ? 64 : 63, PL_I32, PL_SUM, TIMEOUT_S, 1);
     CHECK(job && pl_job_status(job) == PL_DISAGREED, "ranks that disagree are to be told");
     pl_job_release(job);
 }
@@ -226,20 +227,27 @@ static void run_program(rank_thread *t) {
     }
 }
 
-static void open_channel(rank_thread *t) {
+/* Ranks would settle how long they spin by the number of CPUs. Here it is the same on every machine. */
+static void set_spin(pl_endpoint *endpoint) {
+    atomic_store(&endpoint->inline_spin_ns, (int64_t)(spin_s * 1e9));
+    atomic_store(&endpoint->worker_spin_ns, (int64_t)(spin_s * 1e9));
+    atomic_store(&endpoint->has_spin, 1);
+}
+
+static void open_endpoint(rank_thread *t) {
     char reason[256];
-    t->channel = pl_open(control, control_bytes, -1, t->rank, size, t->rank == 0, NULL, reason, sizeof reason);
-    CHECK(t->channel, "refused: %s", reason);
-    if (spin_s >= 0) pl_set_spin(t->channel, spin_s, spin_s);
-    CHECK(pl_register_arena(t->channel, 1, arenas, ARENA_BYTES), "arena");
+    t->endpoint = pl_open(control, control_bytes, -1, t->rank, size, t->rank == 0, NULL, reason, sizeof reason);
+    CHECK(t->endpoint, "refused: %s", reason);
+    set_spin(t->endpoint);
+    CHECK(pl_register_arena(t->endpoint, 1, arenas, ARENA_BYTES), "arena");
 }
 
 static void *run_rank(void *argument) {
     rank_thread *t = argument;
     run_program(t);
-    pl_unregister_arena(t->channel, 1);
-    pl_close(t->channel);
-    pl_free(t->channel);
+    pl_unregister_arena(t->endpoint, 1);
+    pl_close(t->endpoint);
+    pl_free(t->endpoint);
     return NULL;
 }
 
@@ -247,18 +255,18 @@ static void *run_rank(void *argument) {
 static void *run_poison(void *argument) {
     rank_thread *t = argument;
     if (t->rank == size - 1) {
-        pl_poison(t->channel, "enough", -1, PL_POISONED);
+        pl_poison(t->endpoint, "enough", -1, PL_POISONED);
     } else {
-        pl_job *job = pl_barrier(t->channel, TIMEOUT_S, t->rank % 2);
+        pl_job *job = pl_barrier(t->endpoint, TIMEOUT_S, t->rank % 2);
         CHECK(job && pl_job_wait(job, 1e30) == PL_POISONED, "poison");
         pl_job_release(job);
         int32_t x;
-        job = pl_recv(t->channel, &x, 4, size - 1, 0, TIMEOUT_S);
+        job = pl_recv(t->endpoint, &x, 4, size - 1, 0, TIMEOUT_S);
         CHECK(pl_job_wait(job, 1e30) == PL_POISONED, "poison of messages");
         pl_job_release(job);
     }
-    pl_close(t->channel);
-    pl_free(t->channel);
+    pl_close(t->endpoint);
+    pl_free(t->endpoint);
     return NULL;
 }
 
@@ -268,7 +276,7 @@ static void run_all(void *(*function)(void *), uint64_t seed) {
     memset(control, 0, control_bytes);
     for (int r = 0; r < size; r++) {
         ranks[r] = (rank_thread){.rank = r, .random = seed};
-        open_channel(&ranks[r]);
+        open_endpoint(&ranks[r]);
     }
     for (int r = 0; r < size; r++) pthread_create(&threads[r], NULL, function, &ranks[r]);
     for (int r = 0; r < size; r++) pthread_join(threads[r], NULL);
@@ -281,11 +289,11 @@ static void *map(uint64_t nbytes) {
 }
 
 int main(int argc, char **argv) {
-    CHECK(argc >= 4, "usage: %s SIZE PROGRAMS STEPS [SPIN_S]", argv[0]);
+    CHECK(argc == 5, "usage: %s SIZE PROGRAMS STEPS SPIN_S", argv[0]);
     size = atoi(argv[1]);
     programs = atoi(argv[2]);
     steps = atoi(argv[3]);
-    spin_s = argc > 4 ? atof(argv[4]) : -1;
+    spin_s = atof(argv[4]);
     control_bytes = pl_control_bytes(size);
     control = map(control_bytes);
     for (int r = 0; r < size; r++) arenas[r] = (uint64_t)map(ARENA_BYTES);

@@ -1,0 +1,143 @@
+"""The line over the store, in two hops: each rank puts up its word, and the group's rank 0 puts up the *verdict*.
+
+The verdict says who was there and with what. A rank that has waited for it past the deadline makes one itself, of the
+words that are there. The first verdict stands (``compare_set``), so that ranks never learn different things. That holds
+for a rank that comes late, too: it learns that it was too late.
+
+What the store holds stays bounded: an agreement that all ranks took part in proves that all have read the one before
+it, which is then deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from paceline.control import wire
+from paceline.control.agree import Line
+from paceline.control.board import Board
+from paceline.control.wire import MessageKind
+from paceline.errors import StoreSilentError
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2e-3, 20e-3
+# Beyond this the verdict says only who was there, and ranks read the words themselves.
+_CARRIED_BYTES = wire.LIMIT_BYTES // 2
+
+
+class Waiter(ABC):
+    """Somebody who waits for other ranks until a deadline, and for the store."""
+
+    @abstractmethod
+    def keep(self, attempt: Callable[[float], bool]) -> bool:
+        """Repeat ``attempt(seconds)``, which may take that long, until it succeeds; return False at the deadline."""
+
+    def insist(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns. It asks the store, and is called again as long as the store is silent."""
+        results: list[T] = []
+
+        def attempt(_: float) -> bool:
+            results.append(call())
+            return True
+
+        while not self.keep(attempt):
+            pass
+        return results[0]
+
+
+class Patience(Waiter):
+    """A waiter that only looks at the clock, for ranks that have no channel yet over which they could hear news."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._deadline = time.monotonic() + timeout_s
+
+    def keep(self, attempt: Callable[[float], bool]) -> bool:
+        while True:
+            is_over = time.monotonic() > self._deadline
+            try:
+                if attempt(_LONGEST_PAUSE_S):
+                    return True
+            except StoreSilentError:
+                if is_over:
+                    raise
+                time.sleep(_LONGEST_PAUSE_S)
+            if is_over:
+                return False
+
+
+class StoreLine(Line):
+    """The agreements of one board; ``waiter`` makes the `Waiter` for a topic and a number of seconds."""
+
+    def __init__(self, board: Board, *, rank: int, size: int, waiter: Callable[[str, float], Waiter]) -> None:
+        super().__init__(name=f"{board.name}/agree", rank=rank, size=size)
+        self._board = board
+        self._waiter = waiter
+
+    def gather(self, topic: str, turn: int, word: bytes, *, timeout_s: float) -> list[bytes | None]:
+        """Everybody's bytes within ``timeout_s``; None for ranks that did not come by then."""
+        waiter = self._waiter(topic, timeout_s)
+        key = f"agree/{topic}/{turn}"
+        waiter.insist(lambda: self._board.set(f"{key}/{self.rank}", word))
+        if self.rank == 0:
+            waiter.keep(self._are_there([f"{key}/{rank}" for rank in range(self.size)]))
+            is_to_decide = True
+        else:
+            is_to_decide = not waiter.keep(self._are_there([f"{key}/verdict"]))
+
+        def conclude() -> list[bytes | None]:
+            if is_to_decide:
+                self._decide(key)
+            return self._verdict(key, word)
+
+        found = waiter.insist(lambda: self._board.in_one_go(conclude))
+        if turn and None not in found:
+            with contextlib.suppress(dist.DistError):
+                self._board.in_one_go(self._clear, f"agree/{topic}/{turn - 1}")
+        return found
+
+    def _are_there(self, keys: list[str]) -> Callable[[float], bool]:
+        """An attempt to find all ``keys``."""
+        pause_s = _FIRST_PAUSE_S
+
+        def attempt(timeout_s: float) -> bool:
+            nonlocal pause_s
+            end = time.monotonic() + timeout_s
+            # Polled: a wait with a time-out is not the same in all stores, and TCPStore writes warnings when one ends.
+            while not self._board.has(*keys):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            return True
+
+        return attempt
+
+    def _decide(self, key: str) -> None:
+        """Make the verdict out of what is there; nothing happens if there is one already."""
+        found = [self._board.get(f"{key}/{rank}") for rank in range(self.size)]
+        came = bytes(word is not None for word in found)
+        carried = tuple(word for word in found if word is not None)
+        if sum(map(len, carried)) > _CARRIED_BYTES:
+            carried = ()
+        self._board.put_first(f"{key}/verdict", MessageKind.VERDICT, came, carried)
+
+    def _verdict(self, key: str, mine: bytes) -> list[bytes | None]:
+        match self._board.read(f"{key}/verdict", MessageKind.VERDICT):
+            case (bytes(came), tuple(carried)) if len(came) == self.size and len(carried) in (0, sum(came)):
+                if not carried:
+                    return [self._board.get(f"{key}/{rank}") if came[rank] else None for rank in range(self.size)]
+                brought = (word if isinstance(word, bytes) else None for word in carried)
+                return [next(brought) if came[rank] else None for rank in range(self.size)]
+        # These bytes are not a verdict of ours, so that only this rank is known to have come.
+        return [mine if rank == self.rank else None for rank in range(self.size)]
+
+    def _clear(self, key: str) -> None:
+        self._board.delete(f"{key}/{self.rank}")
+        if self.rank == 0:
+            self._board.delete(f"{key}/verdict")

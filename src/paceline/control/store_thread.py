@@ -1,0 +1,139 @@
+"""A thread that asks the store, so that nobody waits for ever for a store that does not answer.
+
+A store's answer is awaited in C++, without a time-out. While the store's host is stopped, or cut off without a word,
+whoever asks is stuck. Here a thread asks, one call at a time, and the caller waits for the thread for a few seconds at
+most. Then the caller gets a ``StoreSilentError``, and until the call has come back everybody else gets one at once.
+Such a call may still take effect later. So a caller that asks again must ask for something that may happen twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from paceline import threads
+from paceline.errors import StoreSilentError
+
+T = TypeVar("T")
+
+ANSWER_S = 3.0
+"""How long an answer is awaited."""
+END_S = 1.0
+"""How long the end of the program waits for a call that is under way."""
+
+_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class StoreThread:
+    """The thread starts with the first call and ends with this object."""
+
+    def __init__(self) -> None:
+        self._thread: threads.Thread | None = None
+        self._starting = threading.Lock()
+        self._turn = threading.Lock()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._overdue: Future[Any] | None = None
+        """A call that nobody waits for any more."""
+
+    def run(self, call: Callable[..., T], *args: Any, within_s: float | None = None) -> T:
+        """What ``call`` returns or raises; or ``StoreSilentError``, after ``within_s`` (by default `ANSWER_S`).
+
+        A call may itself run others, which then need no hand-over.
+        """
+        if threading.current_thread() is self._thread:
+            return call(*args)
+        within_s = ANSWER_S if within_s is None else within_s
+        deadline = time.monotonic() + within_s
+        if not self._is_alive():
+            self._start()
+        self._raise_if_silent()
+        # The turn is kept here, since a thread that is started anew meanwhile has a turn of its own.
+        turn = self._turn
+        if not turn.acquire(timeout=within_s):
+            raise _silent(within_s)
+        outcome: Future[T] = Future()
+        try:
+            self._raise_if_silent()
+            self._calls.put((outcome, call, args))
+            return outcome.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if outcome.done():
+                return outcome.result()
+            raise _silent(within_s) from None
+        finally:
+            if not outcome.done():
+                # This holds after Ctrl-C, too: a late answer must not be taken for the answer to the next call.
+                self._overdue = outcome
+            turn.release()
+            # An error that the future holds refers to this frame.
+            del outcome
+
+    def is_silent(self) -> bool:
+        """Whether a call is under way that nobody waits for any more."""
+        return self._overdue is not None and not self._overdue.done() and self._is_alive()
+
+    def _raise_if_silent(self) -> None:
+        if self.is_silent():
+            raise _silent(0)
+        self._overdue = None
+
+    def _is_alive(self) -> bool:
+        # In a forked process it is not alive, because the thread is the parent's.
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._is_alive():
+                return
+            # Calls that waited for a thread that has ended are not made again.
+            self._turn, self._calls, self._overdue = threading.Lock(), SimpleQueue(), None
+            stop = partial(self._calls.put, None)
+            try:
+                self._thread = threads.start(_serve, self._calls, name="store", stop=stop, within_s=END_S)
+            except RuntimeError as error:
+                raise StoreSilentError(f"No thread could be started to ask the store ({error}).") from error
+            weakref.finalize(self, stop).atexit = False
+
+
+def _silent(waited_s: float) -> StoreSilentError:
+    lasted = f"within {waited_s:.0f} s" if waited_s else "for some time"
+    return StoreSilentError(
+        f"The process group's store has not answered {lasted}: its host is stopped, cut off, or overloaded."
+    )
+
+
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    while (asked := calls.get()) is not None:
+        outcome, call, args = asked
+        try:
+            outcome.set_result(call(*args))
+        except BaseException as error:
+            outcome.set_exception(error)
+        # The call and its arguments must not live until the next call.
+        del asked, outcome, call, args
+
+
+@dataclass(frozen=True)
+class StoreThreads:
+    """The threads by which this process asks the store of a group."""
+
+    own: StoreThread
+    """It asks on behalf of the threads that train."""
+    of_watch: StoreThread
+
+
+_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreThreads] = weakref.WeakKeyDictionary()
+
+
+def store_threads_of(group: dist.ProcessGroup) -> StoreThreads:
+    """All channels of ``group`` share these threads: if its store is silent, it is silent for all of them."""
+    return _threads.setdefault(group, StoreThreads(StoreThread(), StoreThread()))

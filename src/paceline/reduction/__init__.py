@@ -1,0 +1,1 @@
+"""How gradients become averages: from the hook that autograd calls to the averaged ``.grad``."""

@@ -1,0 +1,43 @@
+"""How a backend is made while the caller listens for ranks that will never come.
+
+torch makes a backend in C++, and waits there for all ranks. It would wait for a rank that dies meanwhile until the
+group's time-out is over, which may be half an hour. So a thread makes the backend, and the caller listens for reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+from paceline import threads
+from paceline.transport.hosts.peer_reports import PeerReports
+
+# Nearly always all ranks come at once. To listen takes a thread for each rank, so it begins only after a while.
+_PATIENCE_S = 1.0
+_PAUSE_S = 0.05
+# A backend that is being made cannot be told to stop. If all ranks come, making it takes less than this.
+_END_S = 1.0
+
+
+def connect(make: Callable[[], Any], reports: PeerReports) -> Any:
+    """Return what ``make`` returns, or raise the error of a rank that is gone or has told why it failed.
+
+    In that case the thread is left behind, and ends with the time-out of what it waits for.
+    """
+    outcome: futures.Future[Any] = futures.Future()
+    threads.start(_run, make, outcome, name="connecting", stop=lambda: None, within_s=_END_S)
+    began = time.monotonic()
+    while not futures.wait([outcome], _PAUSE_S).done:
+        found = reports.find(0) if time.monotonic() - began > _PATIENCE_S else None
+        if found is not None:
+            raise found.error()
+    return outcome.result()
+
+
+def _run(make: Callable[[], Any], outcome: futures.Future[Any]) -> None:
+    try:
+        outcome.set_result(make())
+    except BaseException as error:
+        outcome.set_exception(error)

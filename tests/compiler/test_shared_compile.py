@@ -1,0 +1,376 @@
+"""One rank compiles and the others load what it made: with caches of their own, as on different hosts."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor import cpp_builder, cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+import paceline
+from paceline import DDP, _torch, errors
+from paceline.compiler import agreement
+from paceline.compiler.consensus import shapes
+from paceline.compiler.consensus.compile_exchange import CompileExchange, NoteKind, exchange_of
+from paceline.compiler.consensus.shared_compile import COMPILED, LOADED, Artifacts, Kernel, SharedCompile
+from paceline.testing import RankPool
+from tests.compiler._compare import batch, same_grads, stack
+from tests.compiler.conftest import WARNINGS
+from tests.compiler.test_caches import Salted
+from tests.on_ranks import on_ranks
+
+TIMEOUT_S = 300
+
+
+@contextlib.contextmanager
+def _own_cache(folder, rank):
+    """A cache that is empty, and no other rank's."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / str(rank))
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+class _Seen:
+    """What Inductor does with the C++ compiler meanwhile."""
+
+    def __init__(self):
+        self.built, self.tried, self.waits = [], [], []
+        self._patches = [
+            self._watch(cpp_builder.CppBuilder, "build", lambda builder: self.built.append(builder._name)),
+            self._watch(cpu_vec_isa.VecISA, "check_build", lambda isa, code: self.tried.append((str(isa), _on_main()))),
+            # How many graphs it had by then.
+            self._watch(AsyncCompile, "wait", lambda *_: self.waits.append(counters["inductor"]["fxgraph_cache_miss"])),
+        ]
+
+    def _watch(self, owner, name, note):
+        real = getattr(owner, name)
+
+        def watched(*args):
+            note(*args)
+            return real(*args)
+
+        return mock.patch.object(owner, name, watched)
+
+    def __enter__(self):
+        self._stack = contextlib.ExitStack()
+        for patch in self._patches:
+            self._stack.enter_context(patch)
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+
+def _on_main():
+    return threading.current_thread() is threading.main_thread()
+
+
+def _once(rank, size, folder, salt):
+    # Ranks may have made other numbers of wrappers.
+    alone, _ = dist.new_subgroups(group_size=1)
+    others = [DDP(stack(1), process_group=alone) for _ in range(rank)]
+    with _own_cache(folder, rank), _Seen() as seen:
+        torchs = cpu_vec_isa.valid_vec_isa_list, AsyncCompile.wait
+        # With several buckets, as one alone is not reported.
+        eager, ddp = (DDP(Salted(salt), bucket_cap_mb=600 / 2**20) for _ in range(2))
+        compiled = paceline.compile(ddp, once=True)
+        for model in (eager, compiled):
+            model(batch(rank)).square().sum().backward()
+        same_grads(eager, ddp)
+        [found] = compiled.forward._agreement.compilations
+        others.clear()
+        assert len(_torch.kernel_files()) > 0
+        assert (cpu_vec_isa.valid_vec_isa_list, AsyncCompile.wait) == torchs
+        with _torch.trials_on_demand():
+            picked = str(cpu_vec_isa.pick_vec_isa())
+    assert len(seen.built) > 0 if rank == 0 else seen.built == []
+    # Only those were tried that stand before the one that is used; by the rank that compiles, beside it.
+    sets = list(dict.fromkeys(name for name, _ in seen.tried))
+    assert sets[-1:] == [picked]
+    assert sets == [str(isa) for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in sets]
+    assert seen.tried[0][1] == (rank != 0)
+    # Kernels of the forward are not waited for before the backward is compiled.
+    assert set(seen.waits) == ({2} if rank == 0 else {0})
+    same = rank != 0 or _picks() == _picks(_torch.trials_on_demand)
+    return found.source, counters["inductor"]["fxgraph_cache_miss"], same
+
+
+def _picks(context=contextlib.nullcontext):
+    """Which instructions Inductor would use, by what it is told about their width."""
+    with context():
+        found = {}
+        for width in (None, 512, 256, 128):
+            with torch._inductor.config.patch({"cpp.simdlen": width}):
+                found[width] = str(cpu_vec_isa.pick_vec_isa())
+        return found
+
+
+def test_one_rank_compiles_and_the_others_load_it(job_directory, tmp_path):
+    # A number that no cache has seen: kernels that were compiled before need no file.
+    salt = 1 + random.Random(time.time_ns()).random()
+    # Ranks of its own: those of the pool may have loaded some of the kernels before, and look for no file.
+    with RankPool() as pool:
+        first, *others = pool.run(_once, str(tmp_path), salt, world_size=3, timeout=TIMEOUT_S, allow_warnings=WARNINGS)
+    assert first == (COMPILED, 2, True)
+    assert others == [(LOADED, 0, True)] * 2
+    # Inductor locks a kernel to compile it, and to look whether it is compiled: the others did neither.
+    for rank in range(3):
+        kernels = {path.name.partition(".")[0] for path in (tmp_path / str(rank)).rglob("*.main.so")}
+        locks = {path.stem for path in (tmp_path / str(rank)).glob("locks/*")}
+        assert kernels
+        assert kernels & locks == (kernels if rank == 0 else set())
+
+
+def _cannot(rank, size, folder):
+    scale = 3.5 + rank
+
+    def constant(x):
+        return (x * scale).sum()
+
+    def plain(x):
+        return x.sum()
+
+    # Where nobody writes kernels, nothing is made ready for them.
+    unused = mock.patch.object(_torch, "trials_on_demand", side_effect=AssertionError)
+    with _own_cache(folder, rank), agreement(True, once=True) as agreed, unused:
+        torch.compile(constant, backend="aot_eager")(torch.ones(3))
+        torch.compile(plain, backend="eager")(torch.ones(3))
+        # There is one machine here; the version is what can be different on it.
+        version = torch.__version__
+        torch.__version__ = f"{version}-of-rank-{rank}"
+        try:
+            torch.compile(lambda x: x.prod(), backend="aot_eager")(torch.ones(3))
+        finally:
+            torch.__version__ = version
+    return [compilation.source for compilation in agreed.compilations]
+
+
+def test_if_ranks_cannot_share_each_compiles_and_the_reason_is_kept(ranks, tmp_path):
+    for constant, plain, version in ranks(_cannot, str(tmp_path), timeout=TIMEOUT_S):
+        assert constant == f"{COMPILED}: the graph of rank 1 is not that of rank 0"
+        assert plain == f"{COMPILED}: the backend leaves no artifacts"
+        assert version.startswith(f"{COMPILED}: the version of torch of rank 1 is not that of rank 0")
+
+
+def _tampered(rank, size, folder):
+    broadcast, loaded = CompileExchange.broadcast, []
+
+    def tamper(self, data, **options):
+        received = broadcast(self, data, **options)
+        return received[:-1] + bytes([received[-1] ^ 1]) if rank == 1 else received
+
+    load = torch.compiler.load_cache_artifacts
+    CompileExchange.broadcast = tamper
+    torch.compiler.load_cache_artifacts = loaded.append
+    try:
+        with _own_cache(folder, rank), agreement(True, once=True):
+            expected = (errors.PeerFailedError, errors.DisagreementError)[rank]
+            with pytest.raises(expected, match="not those that rank 0 announced"):
+                torch.compile(lambda x: x.sin(), backend="inductor")(torch.ones(3))
+    finally:
+        CompileExchange.broadcast, torch.compiler.load_cache_artifacts = broadcast, load
+    assert loaded == []
+    dist.barrier()
+
+
+def test_bytes_that_rank_0_did_not_announce_are_not_loaded(ranks, tmp_path):
+    ranks(_tampered, str(tmp_path), timeout=TIMEOUT_S)
+
+
+@on_ranks(timeout=TIMEOUT_S)
+def test_if_the_rank_that_compiles_fails_all_do(rank, size):
+    def backend(gm, example_inputs):
+        raise RuntimeError(f"no such instruction on rank {rank}")
+
+    torch._dynamo.reset()
+    expected = (torch._dynamo.exc.BackendCompilerFailed, errors.PeerFailedError)[rank]
+    with agreement(True, once=True), pytest.raises(expected, match=r"no such instruction on rank 0|rank 0 raised"):
+        torch.compile(lambda x: x.sum(), backend=backend)(torch.ones(3))
+
+
+def _all_hear(rank, folder, patch, said, salt):
+    """What goes wrong on rank 0 is told to the others, which wait to hear how it went.
+
+    ``salt`` is a number that no other kernel has: the process keeps those it has built.
+    """
+    with _own_cache(folder, rank), patch:
+        expected, match = ((Exception, said), (errors.PeerFailedError, "rank 0 raised"))[rank]
+        with agreement(True, once=True), pytest.raises(expected, match=match):
+            torch.compile(lambda x: x.cos() + salt, backend="inductor")(torch.ones(3))
+    dist.barrier()
+
+
+def _unreadable(rank, size, folder):
+    gone = mock.patch.object(_torch, "kernel_folder", side_effect=OSError("no such folder"))
+    _all_hear(rank, folder, gone, "no such folder", 1.25)
+
+
+def test_if_the_artifacts_cannot_be_read_all_ranks_hear_of_it(ranks, tmp_path):
+    ranks(_unreadable, str(tmp_path), timeout=TIMEOUT_S)
+
+
+def _does_not_build(rank, size, folder):
+    build = cpp_builder.CppBuilder.build
+
+    def refuse(builder):
+        if builder._name.endswith(".main"):
+            raise OSError("no space left for kernels")
+        return build(builder)
+
+    _all_hear(rank, folder, mock.patch.object(cpp_builder.CppBuilder, "build", refuse), "no space left", 2.125)
+
+
+def test_if_a_kernel_cannot_be_built_all_ranks_hear_of_it(ranks, tmp_path):
+    ranks(_does_not_build, str(tmp_path), timeout=TIMEOUT_S)
+
+
+def test_only_the_thread_that_compiles_postpones_to_wait_for_kernels():
+    mine, theirs = ({"kernel": concurrent.futures.Future()} for _ in range(2))
+    for scope in (mine, theirs):
+        scope["kernel"].set_result("compiled")
+    with _torch.kernels_beside():
+        AsyncCompile().wait(mine)
+        other = threading.Thread(target=AsyncCompile().wait, args=(theirs,))
+        other.start()
+        other.join()
+        assert theirs == {"kernel": "compiled"}
+        assert mine != {"kernel": "compiled"}
+    assert mine == {"kernel": "compiled"}
+
+
+def test_who_postpones_inside_another_waits_for_its_own():
+    outer, inner, late = ({"kernel": concurrent.futures.Future()} for _ in range(3))
+    for scope in (outer, inner, late):
+        scope["kernel"].set_result("compiled")
+    torchs = AsyncCompile.wait
+    with _torch.kernels_beside():
+        AsyncCompile().wait(outer)
+        with _torch.kernels_beside():
+            AsyncCompile().wait(inner)
+        assert inner == {"kernel": "compiled"}
+        AsyncCompile().wait(late)
+        assert outer != {"kernel": "compiled"} != late
+    assert outer == late == {"kernel": "compiled"}
+    assert AsyncCompile.wait is torchs
+
+
+def test_headers_are_made_with_the_settings_of_who_compiles_and_keep_no_failure():
+    seen, begun, end = [], threading.Event(), threading.Event()
+
+    def make(*args, **options):
+        seen.append(inductor_config.cpp.vec_isa_ok)
+        begun.set()
+        end.wait()
+
+    def fail():
+        begun.wait()
+        raise ZeroDivisionError
+
+    with (
+        mock.patch.object(CppPythonBindingsCodeCache, "load_pybinding_async", make),
+        inductor_config.patch({"cpp.vec_isa_ok": "as set here"}),
+    ):
+        with pytest.raises(ZeroDivisionError), _torch.headers_beside():
+            fail()
+        # They are still being made.
+        end.set()
+    assert seen == ["as set here"]
+
+
+def _vanished(rank, size, folder):
+    made = {"aa/aaaaaaaaaaaaa.main.so": "ctypes", "bb/bbbbbbbbbbbbb.main.so": "ctypes"}
+    path = Path(folder) / "bb/bbbbbbbbbbbbb.main.so"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"kernel")
+    once = SharedCompile(exchange_of(dist.group.WORLD))
+    with mock.patch.multiple(_torch, kernel_folder=lambda: folder, kernel_files=lambda: made):
+        assert once._new_kernels() == {path.relative_to(folder).as_posix(): Kernel("ctypes", b"kernel")}
+        assert once._new_kernels() == {}
+    doing = "the comparison of kinds"
+    kind = (NoteKind.OFFER, NoteKind.GRAPH)[rank]
+    with pytest.raises(errors.DisagreementError, match=r"out of step in .*'OFFER', 'GRAPH'"):
+        once._exchange.gather_alike(kind, doing=doing)
+
+
+def test_a_kernel_that_has_vanished_is_not_sent_and_notes_of_another_kind_are_refused(ranks, tmp_path):
+    ranks(_vanished, str(tmp_path), timeout=TIMEOUT_S)
+
+
+# -- messages ------------------------------------------------------------------------------------------
+
+
+def _mutated(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        match rng.randrange(3):
+            case 0:
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            case 1:
+                del changed[rng.randrange(len(changed)) :]
+                changed += b"}"
+            case 2:
+                at = rng.randrange(len(changed))
+                changed[at:at] = rng.choice([b"[", b"1e999", b'"?"', b"-1", b"null", b"\xff"])
+    return bytes(changed)
+
+
+def test_what_cannot_be_understood_is_refused():
+    sizes = {"L['x']": [None, [3, "?"], [["S", 1], 1]], "L['n']": [12, "?", "?"]}
+    message = shapes.encode("f (train.py:3)", sizes)
+    assert shapes.decode(message, 0) == ("f (train.py:3)", sizes)
+    artifacts = Artifacts(b"cache", {"ab/cabc0123456789.main.so": Kernel("bindings", b"library")})
+    packed = artifacts.encode()
+    assert Artifacts.decode(packed) == artifacts
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(5000):
+        for decode, data in ((lambda data: shapes.decode(data, 1), message), (Artifacts.decode, packed)):
+            try:
+                decode(_mutated(data, rng))
+            except errors.DisagreementError:
+                refused += 1
+    assert refused > 5000
+
+
+@pytest.mark.parametrize("name", ["../evil.main.so", "/etc/x.main.so", "ab/cabc0123456789.main.py", "ab/../x.main.so"])
+def test_kernels_go_nowhere_but_where_inductor_looks(name):
+    with pytest.raises(errors.DisagreementError, match="name"):
+        Artifacts.decode(Artifacts(b"", {name: Kernel("bindings", b"x")}).encode())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"x": [1, 2]},
+        {"x": [True, None, None]},
+        {"x": [2**63, None, None]},
+        {"x": [None, [1] * 65, None]},
+        {"x": [None, None, [["S", 64]]]},
+        {"x" * 1001: [1, None, None]},
+    ],
+)
+def test_sizes_of_the_wrong_form_are_refused(sizes):
+    with pytest.raises(errors.DisagreementError, match="rank 1"):
+        shapes.decode(json.dumps({"frame": "f", "sizes": sizes}).encode(), 1)

@@ -1,0 +1,599 @@
+"""The control channel: agreement, news of failure, and waits that end when a peer has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.control import OPTION, Channel, Failure, peer_wait
+from paceline.control.board import Board
+from paceline.control.channel import MESSAGE_LIMIT
+from paceline.control.difference import describe_difference
+from paceline.control.failure import News
+from paceline.control.store_thread import StoreThread
+from paceline.control.wire import MAGIC, MessageKind
+from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError
+
+Ranks = Callable[..., list[Any]]
+FIELDS = ["name", "shape", "dtype"]
+ROWS: list[list[Any]] = [["a", [2, 3], "float32"], ["b", [4], "float32"]]
+
+
+class BoomError(Exception):
+    pass
+
+
+@contextmanager
+def _short_grace() -> Iterator[None]:
+    """The news is believed soon: these tests are about what follows."""
+    with mock.patch.object(peer_wait, "GRACE_S", 0.05), mock.patch.object(peer_wait, "PATIENCE_S", 0.02):
+        yield
+
+
+def _channel(*, timeout_s: float | None = None) -> Channel:
+    made = Channel(dist.group.WORLD)
+    if timeout_s is not None:
+        made.timeout_s = timeout_s
+    # No rank goes on before all are there: what follows is about the channel, not about who came first.
+    dist.barrier()
+    return made
+
+
+# -- without ranks -------------------------------------------------------------------------------------
+
+
+def test_news_is_put_in_words() -> None:
+    assert str(Failure(3, "forward", "KeyError", "'x'")) == "rank 3 raised in forward: KeyError: 'x'"
+    assert str(Failure(3, "backward", "KeyError", "")) == "rank 3 raised in backward: KeyError"
+    told = str(Failure(3, "forward", "KeyError", "'x'", line="train.py:88 in load"))
+    assert told == "rank 3 raised in forward: KeyError: 'x' (train.py:88 in load)"
+    assert str(Failure(3, "forward", "", "Rank 3 is gone", lost=True)) == "Rank 3 is gone"
+
+
+def _news(size: int) -> list[News]:
+    """The news of ``size`` ranks, over a store of this process."""
+    board = Board(dist.HashStore(), name="job/1")
+    return [News(board, rank=rank) for rank in range(size)]
+
+
+def _report(news: News, message: str, *, where: str = "forward") -> None:
+    news.report(Failure(news._rank, where, "KeyError", message), nameless=False)
+
+
+def test_failures_that_were_taken_back_are_not_read_again() -> None:
+    own, theirs = _news(2)
+    board = own._board
+    for n in range(20):
+        _report(theirs, str(n))
+        assert str(n) in str(own.first())
+        assert theirs.first() is None  # one's own failure is no news
+        theirs.retract()
+        own.retract()  # there is nothing to take back
+        assert own.first() is None
+    _report(own, "own")
+    assert own.first() is None
+    # Somebody has a number and has not put up yet what happened: it must be found when it is there.
+    late = board.store.add("failures", 1)
+    _report(theirs, "second")
+    assert "second" in str(own.first())
+    board.put(f"failure/{late}", MessageKind.FAILURE, 2, "forward", "KeyError", "first", "", 0)
+    with mock.patch.object(board, "has", side_effect=board.has) as looks:
+        assert "first" in str(own.first())
+    assert [call.args for call in looks.mock_calls] == [(f"failure/{late}",)]
+
+
+def test_the_first_cause_that_stands_is_told_to_all_others() -> None:
+    news = _news(3)
+    for rank in range(2):
+        _report(news[rank], f"from {rank}")
+    assert [one.first() and str(one.first()) for one in news[1:]] == ["rank 0 raised in forward: KeyError: from 0"] * 2
+    # Rank 0 caught its own and goes on; rank 1 did not, and the others must know.
+    news[0].retract()
+    for rank in (0, 2):
+        assert "from 1" in str(news[rank].first())
+    news[1].retract()
+    assert [one.first() for one in news] == [None] * 3
+
+
+def test_news_that_is_taken_back_while_it_is_read_is_no_news() -> None:
+    own, theirs = _news(2)
+    _report(theirs, "for a moment")
+    has = own._board.has
+
+    def has_and_then_not(*keys: str) -> bool:
+        seen = has(*keys)
+        theirs.retract()
+        return seen
+
+    with mock.patch.object(own._board, "has", has_and_then_not):
+        assert own.first() is None  # neither an error nor a wait for a key that is gone
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ([["a", [2, 3], "float64"], ROWS[1]], "parameter 'a': dtype is 'float32' on rank 0 and 'float64' on rank 1"),
+        ([ROWS[0], ["b", [5], "float32"]], "parameter 'b': shape is [4] on rank 0 and [5] on rank 1"),
+        ([["c", [2, 3], "float32"], ROWS[1]], "name is 'a' on rank 0 and 'c' on rank 1"),
+        (ROWS[:1], "rank 0 has 2 parameters and rank 1 has 1: 'b' is on rank 0 but not on rank 1"),
+        ([*ROWS, ["c", [1], "int8"]], "rank 0 has 2 parameters and rank 1 has 3: 'c' is on rank 1 but not on rank 0"),
+        ([], "'a' is on rank 0 but not on rank 1"),
+    ],
+    ids=["dtype", "shape", "name", "fewer", "more", "none"],
+)
+def test_a_difference_is_put_in_words(theirs: list[list[Any]], words: str) -> None:
+    told = describe_difference("parameters", [ROWS, theirs], FIELDS)
+    assert words in told
+    assert told.startswith("Ranks were given different parameters:")
+    assert "nothing has been communicated yet" in told
+
+
+def test_options_are_called_so_and_only_some_of_the_ranks_that_differ_are_named() -> None:
+    rows = [[[f"{OPTION}static_graph", value]] for value in (True, False)]
+    told = describe_difference("options", rows, ["name", "value"])
+    assert "option static_graph is True on rank 0 and False on rank 1" in told
+    assert "parameter" not in told
+    other = [["a", [2, 3], "float64"], ROWS[1]]
+    told = describe_difference("parameters", [ROWS, ROWS, *[other] * 20], FIELDS)
+    assert "on rank 1\n" not in told
+    assert told.count("on rank 0 and") == 8
+    assert "and 12 more ranks" in told
+
+
+# -- agreement -----------------------------------------------------------------------------------------
+
+
+def _agree_same(rank: int, size: int) -> None:
+    line = _channel()
+    for _ in range(3):
+        line.compare("parameters", ROWS, FIELDS)
+    if rank == 1:
+        line.report("forward", BoomError("caught by the user"))
+        line.retract()
+    dist.barrier()
+    # The step was tried again and went well; later the parameters change and are compared anew.
+    line.compare("parameters", [], FIELDS)
+    assert line.news() is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_that_are_alike_agree(ranks: Ranks, world_size: int) -> None:
+    ranks(_agree_same, world_size=world_size)
+
+
+def _agree_differ(rank: int, size: int) -> str:
+    line = _channel()
+    rows = ROWS if rank != 1 else [ROWS[0], ["b", [5], "float32"]]
+    with pytest.raises(ParameterMismatchError) as caught:
+        line.compare("parameters", rows, FIELDS)
+    line.compare("parameters", ROWS, FIELDS)  # an answer of the last time must not be taken for one of this time
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_differ_raise_the_same_error_everywhere(ranks: Ranks, world_size: int) -> None:
+    told = ranks(_agree_differ, world_size=world_size)
+    assert len(set(told)) == 1
+    assert "parameter 'b': shape is [4] on rank 0 and [5] on rank 1" in told[0]
+
+
+def _agree_missing(rank: int, size: int, missing: int) -> str:
+    line = _channel(timeout_s=0.5)
+    told = ""
+    if rank != missing:
+        with pytest.raises(RankLostError) as caught:
+            line.compare("parameters", ROWS, FIELDS)
+        told = str(caught.value)
+        assert caught.value.rank == missing
+    # The missing rank stays alive until the other has given up.
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks, missing: int) -> None:
+    told = ranks(_agree_missing, missing)[1 - missing]
+    assert f"Rank {1 - missing} waited" in told
+    assert f"for rank {missing} to compare parameters" in told
+
+
+def _agree_failed(rank: int, size: int, failed: int) -> str:
+    line = _channel()
+    if rank == failed:
+        line.report("the constructor", BoomError("no memory"))
+        return ""
+    with pytest.raises(PeerFailedError) as caught:
+        line.compare("parameters", ROWS, FIELDS)
+    assert caught.value.rank == failed
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_a_rank_that_raised_before_it_came_is_named_with_its_error(ranks: Ranks, failed: int) -> None:
+    told = ranks(_agree_failed, failed, world_size=3)
+    for rank in {0, 1, 2} - {failed}:
+        assert f"rank {failed} raised in the constructor: BoomError: no memory" in told[rank]
+        assert f"this rank ({rank})" in told[rank].replace("This", "this")
+
+
+def _two_channels(rank: int, size: int) -> None:
+    pairs = [dist.new_group(pair, timeout=timedelta(seconds=60)) for pair in ([0, 1], [2])]
+    first, second = (Channel(pairs[rank // 2]) for _ in range(2))
+    assert first.timeout_s == 60
+    assert (first.rank, first.size) == ((rank, 2) if rank < 2 else (0, 1))
+    if rank == 1:
+        first.report("forward", BoomError("first"))
+    dist.barrier()
+    # Other ranks of the group hear of it, on the same channel.
+    assert (first.news() is not None) == (rank == 0)
+    second.compare("parameters", ROWS if rank < 2 else [], FIELDS)
+    assert second.news() is None
+
+
+def test_channels_do_not_mix(ranks: Ranks) -> None:
+    ranks(_two_channels, world_size=3)
+
+
+def _over_a_file(rank: int, size: int, path: str) -> str:
+    """Rank 1 comes only after rank 0 has asked for it many times, well past its patience."""
+    store = dist.FileStore(path, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    line = _channel()
+    with mock.patch.object(peer_wait, "PATIENCE_S", 0.02):
+        if rank == 0:
+            line._board.store = _Counting(line._board.store, "agree/parameters/0/1", 6)
+        else:
+            line._board.store.wait(["asked"], timedelta(seconds=30))
+        line.compare("parameters", ROWS, FIELDS)
+        dist.barrier()
+        if rank == 1:
+            line.report("forward", BoomError("disk full"))
+            return ""
+        with pytest.raises(PeerFailedError) as caught:
+            line.compare("parameters", ROWS, FIELDS)
+        return str(caught.value)
+
+
+def test_ranks_agree_over_a_file_too(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks(_over_a_file, str(tmp_path / "store"), backend=None)
+    assert "rank 1 raised in forward: BoomError: disk full" in told[0]
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+
+def _gather(rank: int, size: int) -> list[list[str]]:
+    line = _channel()
+    first = line.gather("complaint", f"from {rank}")
+    second = line.gather("complaint", "" if rank else "é" * (MESSAGE_LIMIT + 5))
+    line.compare("parameters", ROWS, FIELDS)
+    return [first, second]
+
+
+def test_words_are_gathered_by_rank_and_bounded(ranks: Ranks) -> None:
+    told = ranks(_gather, world_size=3)
+    assert told[0] == told[1] == told[2]
+    assert told[0] == [["from 0", "from 1", "from 2"], ["é" * MESSAGE_LIMIT, "", ""]]
+
+
+# -- failure -------------------------------------------------------------------------------------------
+
+
+def _tell(rank: int, size: int) -> None:
+    line = _channel()
+    assert line.news() is None
+    line.raise_news("anything")
+    dist.barrier()
+    if rank == 1:
+        line.report("backward", None)
+        assert "rank 1 raised in backward: an exception" in str(line._news._read("failure/1"))
+        # The same exception, now that it can be named.
+        line.report("forward", BoomError("x" * (MESSAGE_LIMIT + 100)))
+        assert line.news() is None
+        assert not line.given_up()
+    dist.barrier()
+    if rank == 0:
+        news = line.news()
+        assert news is not None
+        assert (news.rank, news.where, news.type, news.message) == (1, "forward", "BoomError", "x" * MESSAGE_LIMIT)
+        with pytest.raises(PeerFailedError, match=r"rank 1 raised in forward.*This rank \(0\) was waiting in a step"):
+            line.raise_news("a step")
+    dist.barrier()
+    assert line.given_up() == (rank == 1)
+    # Too late: rank 0 has raised and is not coming, which rank 1 must not find out by waiting for it.
+    line.retract()
+    dist.barrier()
+    with pytest.raises(PeerFailedError) as caught:
+        line.raise_news("a step")
+    assert caught.value.rank == 1
+
+
+def test_a_report_is_heard_and_giving_up_is_for_good(ranks: Ranks) -> None:
+    ranks(_tell)
+
+
+class _GoneStore:
+    def __getattr__(self, name: str) -> Any:
+        raise dist.DistNetworkError("the host is gone")
+
+
+def _report_to_nobody(rank: int, size: int) -> None:
+    line = _channel()
+    line._board.store = _GoneStore()
+    line.report("forward", BoomError("x"))
+    line.retract()
+
+
+def test_a_report_never_raises(ranks: Ranks) -> None:
+    ranks(_report_to_nobody)
+
+
+# -- waiting -------------------------------------------------------------------------------------------
+
+
+def _wait_for(line: Channel, work: Any, kind: str) -> None:
+    if kind == "work":
+        line.wait(work, "the all-reduce of bucket 0")
+    else:
+        line.wait_future(work.get_future(), "the all-reduce of bucket 0")
+
+
+def _wait_in_vain(rank: int, size: int, kind: str, trouble: str) -> str:
+    """Rank 0 waits for a collective to which rank 1 comes only when rank 0 has given up."""
+    line = _channel(timeout_s=0.3 if trouble == "late" else None)
+    with _short_grace():
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            with pytest.raises(PeerError) as caught:
+                _wait_for(line, work, kind)
+            line._board.store.set("done", "")
+            return f"{type(caught.value).__name__}({caught.value.rank}): {caught.value}"
+        if trouble == "raises":
+            line.report("forward", BoomError("disk full"))
+        elif trouble == "replans":
+            line.announce_replan("'first.weight' was frozen", step=0)
+        line._board.store.wait(["done"], timedelta(seconds=30))
+        assert line.given_up() == (trouble == "raises")
+        dist.all_reduce(torch.ones(3))
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "trouble", "words"),
+    [
+        (
+            "work",
+            "raises",
+            ["PeerFailedError(1)", "rank 1 raised in forward: BoomError", "This rank (0) was"],
+        ),
+        ("future", "raises", ["PeerFailedError(1)", "BoomError: disk full", "waiting in the all-reduce of bucket 0"]),
+        ("work", "late", ["RankLostError(None)", "Rank 0 waited", "in the all-reduce of bucket 0"]),
+        ("future", "late", ["RankLostError(None)", "Rank 0 waited", "in the all-reduce of bucket 0"]),
+        (
+            "work",
+            "replans",
+            [
+                "PeerFailedError(1)",
+                "The parameters of rank 1 changed since the last step ('first.weight' was frozen)",
+                "those of this rank (0)",
+            ],
+        ),
+    ],
+)
+def test_a_wait_ends_when_a_peer_will_not_come(ranks: Ranks, kind: str, trouble: str, words: list[str]) -> None:
+    told = ranks(_wait_in_vain, kind, trouble)[0]
+    for word in words:
+        assert word in told
+
+
+def _wait_without_trouble(rank: int, size: int) -> list[float]:
+    """A failure that is taken back and a change of parameters on all ranks are no trouble."""
+    line = _channel()
+    for _ in range(2):
+        line.announce_replan("both were frozen", step=0)
+    if rank == 1:
+        line.report("forward", BoomError("caught"))
+        line.retract()
+    tensor = torch.full((3,), float(rank + 1))
+    line.wait(dist.all_reduce(tensor, async_op=True), "an all-reduce")
+    assert not line._board.store.check(["given_up"])
+    future = dist.all_reduce(tensor.clone(), async_op=True).get_future()
+    for _ in range(2):  # also if it is done
+        assert line.wait_future(future, "a future")[0].tolist() == [6.0] * 3
+    return tensor.tolist()
+
+
+def test_a_wait_without_trouble(ranks: Ranks) -> None:
+    assert ranks(_wait_without_trouble) == [[3.0] * 3] * 2
+
+
+def _wait_while_a_peer_is_ahead(rank: int, size: int, step: int) -> tuple[bool, str]:
+    """Rank 1 announces for ``step``, and only then does what rank 0, at step 3, has been waiting for."""
+    line = _channel()
+    line.step = 3
+    told = ""
+    with mock.patch.object(peer_wait, "PATIENCE_S", 0.02):
+        if rank == 0:
+            line._board.store.wait(["announced"], timedelta(seconds=30))
+            watched = line._board.store = _Counting(line._board.store, "replan/1", 3)
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            try:
+                line.wait(work, "the all-reduce of bucket 0")
+            except PeerFailedError as error:
+                told = str(error)
+                watched.set("asked", "")
+            return watched.n_asked >= 3, told
+        line.announce_replan("'first.weight' was frozen", step=step)
+        line._board.store.set("announced", "")
+        line._board.store.wait(["asked"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
+    return True, told
+
+
+class _Counting:
+    """A store that counts how often a key was looked for, and says so in the key ``asked``."""
+
+    def __init__(self, store: Any, key: str, enough: int) -> None:
+        self._store, self._key, self._enough = store, key, enough
+        self.n_asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        if self._key in keys:
+            self.n_asked += 1
+            if self.n_asked == self._enough:
+                self._store.set("asked", "")
+        return bool(self._store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize(("step", "words"), [(4, ""), (3, "was frozen"), (2, "was frozen")])
+def test_a_peer_that_changed_its_parameters_is_heard_unless_it_is_a_step_ahead(
+    ranks: Ranks, step: int, words: str
+) -> None:
+    has_asked, told = ranks(_wait_while_a_peer_is_ahead, step)[0]
+    assert words in told
+    assert bool(words) == bool(told)
+    assert told or has_asked
+
+
+class _Work:
+    """Raises ``error`` from a wait with a time-out, and has ended well or ill for all others."""
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+        self.waits: list[timedelta | None] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits.append(timeout)
+        if timeout is not None or self._error.startswith("["):
+            raise RuntimeError(self._error)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+TIMED_OUT = "[src/buffer.cc:1] Timed out waiting 1000ms for recv operation to complete"
+BROKEN = "[src/pair.cc:1] Connection closed by peer [127.0.0.1]:1234. This may mean anything.\nStack"
+
+
+def _wait_for_ended_work(rank: int, size: int, error: str) -> tuple[str, int | None]:
+    line = _channel()
+    told: tuple[str, int | None] = "", None
+    if rank == 0:
+        with pytest.raises(RankLostError) as caught:
+            line.wait(_Work(error), "the all-reduce of bucket 0")  # type: ignore[arg-type]
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        told = str(caught.value), caught.value.rank
+    dist.barrier()
+    return told
+
+
+def test_a_backend_that_timed_out_is_not_called_a_broken_connection(ranks: Ranks) -> None:
+    told, lost = ranks(_wait_for_ended_work, TIMED_OUT)[0]
+    assert "some rank never joined in" in told
+    assert "connection" not in told.lower()
+    assert lost is None
+
+
+def test_a_broken_connection_is_a_lost_rank(ranks: Ranks) -> None:
+    told, lost = ranks(_wait_for_ended_work, BROKEN)[0]
+    assert "connection to rank 1 broke while rank 0 was in the all-reduce of bucket 0" in told
+    assert "Stack" not in told
+    assert "pair.cc" not in told
+    assert lost == 1
+
+
+def _ends_just_then(rank: int, size: int) -> int:
+    work = _Work("Timed out waiting 250ms for recv operation to complete")
+    _channel().wait(work, "the all-reduce of bucket 0")  # type: ignore[arg-type]
+    return len(work.waits)
+
+
+def test_a_work_that_ends_just_after_its_wait_gave_up_has_ended_well(ranks: Ranks) -> None:
+    assert ranks(_ends_just_then) == [2, 2]
+
+
+# -- what travels --------------------------------------------------------------------------------------
+
+
+class _Recording:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.values: list[bytes] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values.append(value)
+        self._store.set(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: bytes) -> Any:
+        self.values.append(desired)
+        return self._store.compare_set(key, expected, desired)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _record(rank: int, size: int) -> list[bytes]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("pickle was used")
+
+    with (
+        mock.patch("pickle.dumps", refuse),
+        mock.patch("pickle.loads", refuse),
+        mock.patch.object(dist.distributed_c10d, "_pickler", refuse),
+        mock.patch.object(dist.distributed_c10d, "_unpickler", refuse),
+    ):
+        line = _channel()
+        recording = line._board.store = _Recording(line._board.store)
+        line.compare("parameters", ROWS * 1000, FIELDS)
+        line.gather("complaint", "words")
+        line.announce_replan("frozen", step=0)
+        with pytest.raises(ParameterMismatchError):
+            line.compare("parameters", [["a", rank]], ["name", "rank"])
+        dist.barrier()
+        line.report("forward", BoomError("x"))
+        dist.barrier()
+        line.news()
+        dist.barrier()
+        line.retract()
+    return [value for value in recording.values if value]
+
+
+def test_only_messages_travel_unpickled_and_only_a_digest_while_ranks_agree(ranks: Ranks) -> None:
+    for values in ranks(_record):
+        assert all(value.startswith(MAGIC) for value in values)
+        assert max(map(len, values)) < 1000
+
+
+class _Connecting:
+    """A store that counts its connections; each may take seconds, where a name server is asked about it."""
+
+    def __init__(self) -> None:
+        self.connections = 1
+
+    def clone(self) -> _Connecting:
+        self.connections += 1
+        return self
+
+    def check(self, _keys: list[str]) -> bool:
+        return False
+
+
+def test_a_second_connection_is_made_by_whoever_uses_it() -> None:
+    store: Any = _Connecting()
+    board = Board(store, name="job").on_another_connection(StoreThread())
+    assert store.connections == 1
+    assert not board.has("a")
+    assert not board.has("b")
+    assert store.connections == 2

@@ -1,0 +1,393 @@
+"""The hang watch: who waits for whom, from ranks that answer and from files of those that do not; the doctor."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from paceline import DDP
+from paceline.control import Channel, hang
+from paceline.control.hang import Inquiries
+from paceline.control.peer_wait import PeerWait
+from paceline.control.progress import read_file
+from paceline.control.user_code import OWN_COLLECTIVE
+from paceline.control.whereabouts import Whereabouts, explain
+from paceline.errors import BadArgumentError, BadTypeError, PeerError, RankLostError
+from paceline.run import cli
+from paceline.run.doctor import doctor
+from paceline.settings import HangWatch
+from paceline.testing import RankError
+
+Ranks = Callable[..., list[Any]]
+
+
+# -- what positions come to ----------------------------------------------------------------------------
+
+AHEAD = {4: "all-reduce of bucket 2", 5: "all-reduce of bucket 3 (layers.7.weight)"}
+BEHIND = {4: "all-reduce of bucket 2"}
+
+
+def test_the_rank_that_is_behind_is_named_with_what_it_does_instead() -> None:
+    told = explain(
+        {
+            0: Whereabouts(5, 1, waiting="the all-reduce of bucket 3", line="train.py:90 in step", recent=AHEAD),
+            1: Whereabouts(4, 1, activity="data loading", line="train.py:88 in load", recent=BEHIND),
+        },
+        2,
+    )
+    assert told.ranks == (1,)
+    assert told.cause == (
+        "Rank 1 has not started all-reduce of bucket 3 (layers.7.weight), for which rank 0 waits: "
+        "it is in data loading at train.py:88 in load."
+    )
+    assert "rank 0: collective 5; waits in the all-reduce of bucket 3 at train.py:90 in step" in told.lines
+
+
+def test_ranks_that_parted_are_named_by_the_first_collective_that_differs() -> None:
+    odd = {4: "broadcast of buffers", 5: "all-reduce of bucket 0", 6: "all-reduce of bucket 1"}
+    told = explain(
+        {0: Whereabouts(5, 1, recent=AHEAD), 1: Whereabouts(6, 1, recent=odd), 2: Whereabouts(5, 1, recent=AHEAD)}, 3
+    )
+    assert told.ranks == (1,)
+    assert told.cause == (
+        "Ranks parted at collective 4: rank 0 started all-reduce of bucket 2; rank 1 started broadcast of buffers."
+    )
+
+
+def test_a_rank_of_which_nothing_is_known_is_named() -> None:
+    told = explain({0: Whereabouts(5, 1, waiting="x", recent=AHEAD), 1: None}, 2)
+    assert told.ranks == (1,)
+    assert "rank 1: nothing is known of it" in str(told)
+    told = explain({0: Whereabouts(5, 1, waiting="x"), 1: Whereabouts(5, 1, waiting="x")}, 2)
+    assert told.ranks == ()
+    assert "All ranks wait in collective 5" in told.cause
+
+
+@pytest.mark.parametrize(("mode", "after_s", "error"), [("maybe", 1, BadArgumentError), ("off", 0, BadArgumentError)])
+def test_settings_are_checked(mode: str, after_s: float, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        HangWatch(mode, after_s)
+    with pytest.raises(BadTypeError):
+        HangWatch("off", "30")  # type: ignore[arg-type]
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert HangWatch.from_arguments() == HangWatch("observe", 30.0)
+    monkeypatch.setenv("PACELINE_HANG_WATCH", "enforce")
+    monkeypatch.setenv("PACELINE_HANG_AFTER_S", "90")
+    assert HangWatch.from_arguments() == HangWatch("enforce", 90.0)
+    assert HangWatch.from_arguments("off", 5) == HangWatch("off", 5)
+    monkeypatch.setenv("PACELINE_HANG_AFTER_S", "soon")
+    with pytest.raises(BadArgumentError, match="PACELINE_HANG_AFTER_S"):
+        HangWatch.from_arguments()
+
+
+# -- ranks that hang -----------------------------------------------------------------------------------
+
+
+class _Slow(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        _until_told()
+        return torch.ones(4)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+
+
+def _until_told() -> None:
+    _store().wait(["told"], timedelta(seconds=120))
+
+
+def _until_stuck() -> None:
+    _store().wait(["stuck"], timedelta(seconds=120))
+
+
+def _get_stuck(how: str, ddp: DDP) -> None:
+    # The others wait for this first, so that they do not look before there is something to see.
+    _store().set("stuck", "")
+    match how:
+        case "loader":
+            next(iter(DataLoader(_Slow())))
+        case "parted":
+            ddp.broadcast_tensors([torch.ones(5)], source=0)
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "lock":
+            # A read that is taken up again after a signal, with the interpreter lock held.
+            ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+
+
+def _start_watching(ddp: DDP, watch: HangWatch) -> None:
+    """Train two steps, and only then watch: a slow start is no hang."""
+    for _ in range(2):
+        # The second one begins by agreeing on the order of buckets.
+        ddp(torch.ones(1, 4)).sum().backward()
+    dist.barrier()
+    ddp.channel.hang = watch
+
+
+def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
+    ddp = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucket_cap_mb=0.00005)
+    # Both wait if they have parted: it is for rank 0 to find out, while rank 1 is still there to be asked.
+    _start_watching(ddp, HangWatch(mode, 60.0 if (rank, how) == (1, "parted") else 1.0))
+    if rank == 1:
+        if how == "parted":
+            with pytest.raises(PeerError):
+                _get_stuck(how, ddp)
+            return {}
+        _get_stuck(how, ddp)
+        if how == "loader":
+            ddp(torch.ones(1, 4)).sum().backward()
+        return {}
+    _until_stuck()
+    record = read_file(_directory(ddp.channel) / "wrapper1.rank1")
+    assert record is not None
+    told, seen = "", io.StringIO()
+    try:
+        tell = _tell_and_go_on if mode == "observe" else _tell_of_hang
+        with mock.patch("sys.stderr", seen), mock.patch.object(PeerWait, "_tell_of_hang", tell):
+            ddp(torch.ones(1, 4)).sum().backward()
+    except RankLostError as error:
+        told = f"{error} ({error.rank})"
+    looked = io.StringIO()
+    doctor(_directory(ddp.channel), with_stacks=how == "loader", out=looked)
+    if how in ("stopped", "lock"):
+        os.kill(record.pid, signal.SIGKILL)
+    _store().set("told", "")
+    return {"told": told or seen.getvalue(), "doctor": looked.getvalue(), "directory": str(_directory(ddp.channel))}
+
+
+def _directory(channel: Channel) -> Path:
+    assert channel.progress.path is not None
+    return channel.progress.path.parent
+
+
+_tell_of_hang = PeerWait._tell_of_hang
+
+
+def _tell_and_go_on(wait: PeerWait, waited_s: float) -> None:
+    """Let rank 1 go on once the report is there: observing changes nothing."""
+    _tell_of_hang(wait, waited_s)
+    _store().set("told", "")
+
+
+@pytest.mark.parametrize("mode", ["observe", "enforce"])
+def test_a_rank_in_its_data_loader(ranks: Ranks, mode: str) -> None:
+    try:
+        told = ranks(_hang, "loader", mode, timeout=120, clean_s=1)[0]
+    except RankError as error:
+        # Enforced: rank 1 comes to a collective that rank 0 has left.
+        assert mode == "enforce"
+        told = error.results[0]
+    assert "Rank 1 has not started all-reduce of bucket 0" in told["told"]
+    assert "it is in data loading at " in told["told"]
+    assert "test_hang.py:" in told["told"]
+    assert "in _until_told" in told["told"]
+    if mode == "enforce":
+        assert told["told"].endswith("(1)")
+        assert "wrapper 1: 2 ranks" in told["doctor"]
+        assert "_until_told" in told["doctor"].partition("stacks of rank 1")[2]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("stopped", "is stopped (by SIGSTOP"), ("lock", "some of its code holds the interpreter lock")]
+)
+def test_a_rank_that_cannot_answer(ranks: Ranks, how: str, words: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(_hang, how, "enforce", timeout=120)
+    told = caught.value.results[0]
+    assert "Rank 1 has not started all-reduce of bucket 0" in told["told"]
+    assert words in told["told"]
+    if how == "lock":
+        assert "in _get_stuck" in told["told"]
+    # Dead by now: its files are what is left of it.
+    seen = io.StringIO()
+    doctor(Path(told["directory"]), out=seen)
+    assert "rank 1: process" in seen.getvalue()
+    assert "is gone" in seen.getvalue()
+
+
+def test_ranks_that_start_different_collectives(ranks: Ranks) -> None:
+    try:
+        told = ranks(_hang, "parted", "enforce", timeout=120, clean_s=1)[0]
+    except RankError as error:
+        told = error.results[0]
+    assert "Ranks parted at collective" in told["told"]
+    assert "rank 0 started all-reduce of bucket 0" in told["told"]
+    assert "rank 1 started broadcast of parameters and buffers, " in told["told"]
+
+
+def _own_collective(rank: int, size: int) -> str:
+    """Rank 0 calls a collective itself, to which rank 1 comes only when that was noticed."""
+    ddp = DDP(nn.Linear(2, 2))
+    seen = io.StringIO()
+    tell = hang._watch._tell_of_raw_collective
+
+    def tell_and_go_on(*args: Any) -> None:
+        with mock.patch("sys.stderr", seen):
+            tell(*args)
+        _store().set("told", "")
+
+    if rank == 1:
+        _until_told()
+    with (
+        mock.patch.object(hang, "_settings", HangWatch("observe", 1.0)),
+        mock.patch.object(hang._watch, "_tell_of_raw_collective", tell_and_go_on if rank == 0 else lambda *args: None),
+    ):
+        dist.barrier()
+    assert ddp.channel.heard is None
+    return seen.getvalue()
+
+
+def test_a_collective_that_the_user_called_and_that_does_not_end(ranks: Ranks) -> None:
+    told = ranks(_own_collective, timeout=120)[0]
+    assert "has been in torch.distributed.barrier for" in told
+    assert "in _own_collective" in told
+    assert "rank 1" in told
+    assert "in _until_told" in told
+
+
+def _one_of_four(rank: int, size: int) -> str:
+    """Three ranks wait for one, and ask where the others are at the same time."""
+    ddp = DDP(nn.Linear(4, 2))
+    # Longer than one of the three may be late.
+    _start_watching(ddp, HangWatch("enforce", 3.0))
+    if rank == 2:
+        _get_stuck("loader", ddp)
+        return ""
+    _until_stuck()
+    try:
+        # Patient, so that a slow machine is not taken for a rank that does not answer.
+        with mock.patch.object(hang, "ANSWER_S", 20.0):
+            ddp(torch.ones(1, 4)).sum().backward()
+    except RankLostError as error:
+        if _store().add("done", 1) == size - 1:
+            _store().set("told", "")
+        # The others may be about to ask this one: it is there until they have been told.
+        _until_told()
+        return f"{error} ({error.rank})"
+    return ""
+
+
+def test_ranks_that_ask_at_the_same_time_are_all_answered(ranks: Ranks) -> None:
+    told = ranks(_one_of_four, world_size=4, timeout=120, clean_s=1)
+    for rank in (0, 1, 3):
+        assert "Rank 2 has not started all-reduce of bucket 0" in told[rank]
+        assert "it is in data loading at " in told[rank]
+        assert told[rank].endswith("(2)")
+        assert "interpreter lock" not in told[rank]
+
+
+def test_of_the_ranks_in_a_collective_of_the_users_the_lowest_tells() -> None:
+    positions = {
+        0: Whereabouts(5, 1, activity="data loading", recent=AHEAD),
+        1: Whereabouts(5, 1, activity=OWN_COLLECTIVE, recent=AHEAD),
+        2: Whereabouts(5, 1, activity=OWN_COLLECTIVE, recent=AHEAD),
+        3: None,
+    }
+    told = []
+    for rank in (1, 2):
+        inquiries = Inquiries(mock.Mock(), mock.Mock(), mock.Mock(), rank=rank, size=4, directory=None)
+        with mock.patch.object(inquiries, "ask", return_value=positions):
+            told.append(inquiries.report_own_collective(lambda: None))
+    assert told[0] is not None
+    assert "rank 0: collective 5; is in data loading" in told[0].lines
+    assert told[1] is None
+
+
+def test_calls_that_follow_each_other_are_not_one_that_lasts() -> None:
+    watch = hang._Watch()
+    told: list[str] = []
+
+    def call(n_looks: int) -> None:
+        for _ in range(n_looks):
+            watch._look_at_main_thread()
+
+    with (
+        mock.patch.object(hang, "_settings", HangWatch("observe", 1e-9)),
+        mock.patch.object(hang, "collective_frame", lambda frame: frame.f_back),
+        mock.patch.object(watch, "_tell_of_raw_collective", lambda frame, _: told.append(frame.f_code.co_name)),
+    ):
+        for _ in range(50):
+            call(1)
+        assert told == []
+        call(3)
+        assert told == ["call"]
+
+
+def _end_well(rank: int, size: int) -> str:
+    ddp = DDP(nn.Linear(2, 2))
+    path = str(_directory(ddp.channel))
+    assert os.path.exists(path)
+    dist.barrier()
+    del ddp
+    dist.barrier()
+    return path
+
+
+def test_ranks_that_end_well_leave_no_files(ranks: Ranks) -> None:
+    for path in ranks(_end_well):
+        assert [name for name in os.listdir(path) if not name.startswith("stacks")] == []
+
+
+def _off(rank: int, size: int) -> bool:
+    with mock.patch.object(hang, "_settings", HangWatch("off")):
+        ddp = DDP(nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    return ddp.channel.progress.path is None
+
+
+def test_off_means_no_files(ranks: Ranks) -> None:
+    assert ranks(_off) == [True, True]
+
+
+def _two_groups(rank: int, size: int, base: str) -> tuple[str, str]:
+    seen = io.StringIO()
+    with mock.patch.dict(os.environ, PACELINE_JOB_DIR=base):
+        ddp = DDP(nn.Linear(2, 2))
+        other = Channel(dist.new_group())
+        ddp(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
+        if rank == 0:
+            doctor(out=seen)
+        dist.barrier()
+    return seen.getvalue(), other.job[:8]
+
+
+def test_the_doctor_shows_the_channels_of_all_groups_of_the_newest_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    told, other = ranks(_two_groups, str(tmp_path))[0]
+    assert "\nwrapper 1: 2 ranks, of which 2 have files here" in told
+    assert f"\nwrapper 1 of group {other}: 2 ranks, of which 2 have files here" in told
+    assert "all-reduce of bucket 0" in told
+
+
+# -- the command ---------------------------------------------------------------------------------------
+
+
+def test_the_doctor_without_patients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_JOB_DIR", str(tmp_path))
+    assert cli.main(["doctor"]) == 0
+    assert "No job runs" in capsys.readouterr().out
+    (tmp_path / ("a" * 32)).mkdir(mode=0o700)
+    (tmp_path / ("a" * 32) / "wrapper1.rank0").write_bytes(b"garbage")
+    assert cli.main(["doctor"]) == 1
+    assert "holds no files" in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""The files of a job: made where there is room, read with caution, removed when nobody can want them any more."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.control import jobs, progress, stacks
+from paceline.control.progress import Progress, Record, read_file
+from paceline.control.whereabouts import of_record
+from paceline.run.doctor import doctor
+
+
+@contextmanager
+def _process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that any signal of ours would end."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _write_record(
+    directory: Path, *, rank: int = 0, pid: int, born: int, stack_signal: int = stacks.SIGNAL, host: str = ""
+) -> Path:
+    """A progress file as the process ``pid`` would have written it."""
+    memory = Progress(None, rank=rank, size=2, wrapper=1)._memory
+    host = host or progress.this_host()
+    progress._WHO.pack_into(memory, 0, progress.MAGIC, pid, born, rank, 2, 1, stack_signal, host.encode()[:64])
+    path = directory / f"wrapper1.rank{rank}"
+    path.write_bytes(bytes(memory))
+    return path
+
+
+# -- room ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _no_file_may_grow() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_without_room_progress_is_kept_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "stacks.1").touch()  # the directory is to stay
+    with _no_file_may_grow():
+        made = Progress(tmp_path, rank=0, size=2, wrapper=1)
+    made.fail("something")
+    assert made.path is None
+    assert [path.name for path in tmp_path.iterdir()] == ["stacks.1"]
+
+
+def test_a_directory_that_is_gone_costs_the_files_only(tmp_path: Path) -> None:
+    made = Progress(tmp_path / "gone", rank=0, size=2, wrapper=1)
+    made.begin_wait("something")
+    assert made.path is None
+    assert stacks.answer_requests(tmp_path / "gone") == 0
+
+
+_IN_A_FULL_DIRECTORY = """
+from pathlib import Path
+from paceline.control.progress import Progress
+full = Path("{full}")
+try:
+    (full / "filler").write_bytes(bytes(1 << 20))
+except OSError:
+    pass
+made = Progress(full, rank=0, size=2, wrapper=1)
+made.fail("x" * 399)
+print("path", made.path)
+"""
+
+
+def test_a_full_temporary_directory_does_not_end_the_process(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    mount = f'mount -t tmpfs -o size=64k none "{full}"'
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode != 0:
+        pytest.skip("may not mount a file system of its own")
+    run = [sys.executable, "-c", _IN_A_FULL_DIRECTORY.format(full=full)]
+    found = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *run], capture_output=True, text=True, timeout=300
+    )
+    assert (found.returncode, found.stdout) == (0, "path None\n"), found.stderr
+
+
+# -- signals -------------------------------------------------------------------------------------------
+
+
+def test_only_our_signal_is_sent_and_only_to_our_own_process(tmp_path: Path) -> None:
+    with _process() as process:
+        born = progress.birth(process.pid)
+        (tmp_path / f"stacks.{process.pid}").touch()
+        for number in (signal.SIGTERM, signal.SIGKILL, stacks.SIGNAL + 1):
+            path = _write_record(tmp_path, pid=process.pid, born=born, stack_signal=number)
+            assert _ask(tmp_path, read_file(path)) == ""
+        record = read_file(_write_record(tmp_path, pid=process.pid, born=born))
+        assert record is not None
+        # Another owner of the file; another process that has the number now; one that has not said when it began.
+        for wrong in (replace(record, owner=os.getuid() + 1), replace(record, born=born + 1), replace(record, born=0)):
+            assert stacks.ask(tmp_path, wrong) == ""
+        # A doctor that only looks.
+        assert doctor(tmp_path, out=io.StringIO()) == 0
+        assert of_record(record, tmp_path, ask=False).line == ""
+        assert process.poll() is None
+        # With its own file this would reach it: what kept it alive are the checks.
+        doctor(tmp_path, with_stacks=True, out=io.StringIO())
+        assert process.wait(60) == -stacks.SIGNAL
+
+
+def _ask(directory: Path, record: Record | None) -> str:
+    assert record is not None
+    return of_record(record, directory).line
+
+
+# -- removal -------------------------------------------------------------------------------------------
+
+
+def test_only_directories_of_the_dead_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_JOB_DIR", str(tmp_path))
+    names = [f"{n:032x}" for n in range(7)]
+    runs, stacks_of_running, foreign, elsewhere, writable, linked, dead = (tmp_path / name for name in names)
+    for path in (runs, stacks_of_running, foreign, elsewhere, writable, dead, tmp_path / "target"):
+        path.mkdir(mode=0o700)
+    alive = Progress(runs, rank=0, size=2, wrapper=1)
+    for path in (runs, foreign, elsewhere, writable, dead, tmp_path / "target"):
+        _write_record(path, rank=1, pid=os.getpid(), born=1, host="elsewhere" if path == elsewhere else "")
+    (stacks_of_running / f"stacks.{os.getpid()}").touch()
+    (foreign / "thesis.txt").touch()
+    (dead / "stacks.4194305").touch()  # a number that no process can have
+    writable.chmod(0o777)
+    linked.symlink_to(tmp_path / "target")
+    for path in (runs, stacks_of_running, foreign, elsewhere, writable, dead):
+        os.utime(path, (1, 1))
+    newer = [tmp_path / f"{n:032x}" for n in range(100, 100 + jobs.KEPT_JOBS - 1)]
+    for path in newer:
+        path.mkdir(mode=0o700)
+
+    made = jobs.make_directory("f" * 32)
+
+    assert made is not None
+    left = {path.name for path in tmp_path.iterdir()}
+    expected = {runs, stacks_of_running, foreign, elsewhere, writable, linked, tmp_path / "target", made, *newer}
+    assert left == {path.name for path in expected}
+    assert alive.path is not None
+    assert {path.name for path in runs.iterdir()} == {"wrapper1.rank0", "wrapper1.rank1"}

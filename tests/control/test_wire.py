@@ -1,0 +1,232 @@
+"""Messages of the control channel: what is put up is read, and nothing else is, whatever the bytes."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from paceline.control import wire
+from paceline.control.board import Board
+from paceline.control.failure import Failure, News
+from paceline.control.store_line import Patience, StoreLine
+from paceline.control.wire import BadMessageError, Field, MessageKind
+
+PLACE = "job/1/agree/graph/0/1"
+FIELDS: dict[MessageKind, tuple[Field, ...]] = {
+    MessageKind.WORD: ((b"\x00digest", "text", 5),),
+    MessageKind.VERDICT: (b"\x01\x01", (2**63 - 1, -(2**63))),
+    MessageKind.FAILURE: (
+        3,
+        "forward",
+        "KeyError",
+        'quotes " \\ \n lines, ünïcødé \U0001f6b4',
+        "train.py:88 in load",
+        1,
+    ),
+    MessageKind.REPLAN: (1, 12, "'first.weight' was frozen"),
+    MessageKind.WHEREABOUTS: (1, 2, 3, "a", "b", "c", "d", ("x", b"y", 3)),
+    MessageKind.PROCESS: (4711, 123456, "trainer-1a2b3c4d"),
+    MessageKind.REPORT: (-1, "disagreed", ""),
+}
+
+
+@pytest.mark.parametrize("kind", list(MessageKind))
+def test_a_message_survives_the_way(kind: MessageKind) -> None:
+    fields = FIELDS[kind]
+    assert wire.decode(kind, wire.encode(kind, *fields, place=PLACE), place=PLACE) == fields
+
+
+def test_text_that_is_no_unicode_is_sent_as_it_can_be() -> None:
+    message = wire.encode(MessageKind.WORD, ("half \ud800",), place=PLACE)
+    assert wire.decode(MessageKind.WORD, message, place=PLACE) == (("half \\ud800",),)
+
+
+def _altered(how: str) -> bytes:
+    message = wire.encode(MessageKind.REPLAN, *FIELDS[MessageKind.REPLAN], place=PLACE)
+    return {
+        "nothing": b"",
+        "truncated head": message[:7],
+        "truncated": message[:-1],
+        "longer": message + b"\x00",
+        "version": message[:2] + b"\x02" + message[3:],
+        "magic": b"PK" + message[2:],
+        "kind": wire.encode(MessageKind.WORD, ("x",), place=PLACE),
+        "flipped": message[:-3] + bytes([message[-3] ^ 1]) + message[-2:],
+        "replayed": wire.encode(MessageKind.REPLAN, *FIELDS[MessageKind.REPLAN], place="job/1/agree/graph/1/1"),
+        "another job": wire.encode(MessageKind.REPLAN, *FIELDS[MessageKind.REPLAN], place=PLACE.replace("job", "old")),
+        "oversized": message[:4] + struct.pack("<I", wire.LIMIT_BYTES + 1) + bytes(wire.LIMIT_BYTES + 9),
+    }[how]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("nothing", "too few"),
+        ("truncated head", "too few"),
+        ("truncated", "claims"),
+        ("longer", "claims"),
+        ("version", "version 2"),
+        ("magic", "begin"),
+        ("kind", "of kind"),
+        ("flipped", "seal"),
+        ("replayed", "seal"),
+        ("another job", "seal"),
+        ("oversized", "claims"),
+    ],
+)
+def test_what_is_not_the_message_is_refused(how: str, why: str) -> None:
+    with pytest.raises(BadMessageError, match=why):
+        wire.decode(MessageKind.REPLAN, _altered(how), place=PLACE)
+
+
+def test_a_message_that_is_too_long_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="longer than"):
+        wire.encode(MessageKind.WORD, ("x" * (wire.LIMIT_BYTES + 1),), place=PLACE)
+
+
+# -- fuzz ----------------------------------------------------------------------------------------------
+
+MUTATIONS = 100_000
+
+
+def _reseal(kind: MessageKind, data: bytes, place: str = PLACE) -> bytes:
+    """Make the envelope fit, so that what is inside has to be refused for its own sake."""
+    payload = data[wire._HEAD.size :]
+    seal = wire._seal(kind, payload, place)
+    return wire._HEAD.pack(wire.MAGIC, wire.VERSION, kind, len(payload), seal) + payload
+
+
+def _mutated(rng: random.Random, data: bytes) -> bytes:
+    raw = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at = rng.randrange(len(raw)) if raw else 0
+        match rng.randrange(6):
+            case 0:
+                del raw[at:]
+            case 1:
+                raw[at:at] = rng.randbytes(rng.choice((1, 4, 40)))
+            case 2 if raw:
+                raw[at] ^= 1 << rng.randrange(8)
+            case 3:
+                # Lengths are where harm would be done.
+                raw[at : at + 4] = struct.pack("<I", rng.choice((0, 1, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF)))
+            case 4:
+                raw[at : at + 1] = rng.choice((b"i", b"s", b"b", b"l", b"l" * 60))
+            case 5:
+                raw = bytearray(rng.randbytes(rng.randrange(200)))
+    return bytes(raw)
+
+
+def _mutations(count: int, *, seed: int) -> Iterator[tuple[MessageKind, bytes]]:
+    rng = random.Random(seed)
+    messages = {kind: wire.encode(kind, *fields, place=PLACE) for kind, fields in FIELDS.items()}
+    for n in range(count):
+        kind = rng.choice(list(MessageKind))
+        if n % 100 == 0:
+            # Many short items claim much for little.
+            yield kind, _reseal(kind, bytes(16) + b"l\xff\xff\xff\xff" * rng.randrange(1, 10_000))
+            continue
+        data = _mutated(rng, messages[kind])
+        yield kind, _reseal(kind, data) if n % 2 else data
+
+
+def test_a_hundred_thousand_mutated_messages_are_read_or_refused() -> None:
+    read, slowest_s = 0, 0.0
+    for kind, data in _mutations(MUTATIONS, seed=0):
+        start = time.process_time()
+        read += _try(kind, data)
+        slowest_s = max(slowest_s, time.process_time() - start)
+    # A changed number inside resealed bytes is a fine message; most are not.
+    assert 0 < read < MUTATIONS / 2
+    assert slowest_s < 1
+
+
+def test_no_message_takes_much_more_memory_than_it_has_bytes() -> None:
+    most_bytes = 0
+    tracemalloc.start()
+    try:
+        for kind, data in _mutations(2000, seed=1):
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            _try(kind, data)
+            most_bytes = max(most_bytes, tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+    # The longest are of 50 kB.
+    assert most_bytes < 200_000
+
+
+def _try(kind: MessageKind, data: bytes) -> bool:
+    try:
+        fields = wire.decode(kind, data, place=PLACE)
+    except BadMessageError:
+        return False
+    assert tuple(map(type, fields)) == wire.SCHEMAS[kind]
+    return True
+
+
+class _Garbage:
+    """A store that answers every question with the next of some bytes."""
+
+    def __init__(self, answers: Iterator[bytes]) -> None:
+        self.answers = answers
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        return next(self.answers)
+
+    def add(self, key: str, n: int) -> int:
+        return 3
+
+    def set(self, key: str, value: bytes) -> None:
+        pass
+
+    def compare_set(self, key: str, expected: str, desired: bytes) -> None:
+        pass
+
+    def delete_key(self, key: str) -> None:
+        pass
+
+
+def test_garbage_in_the_store_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    """Everything that reads the store, on bytes that fit the place or do not: an answer at once, of the right type."""
+
+    def answers() -> Iterator[bytes]:
+        for kind, data in _mutations(1_000_000, seed=2):
+            yield data if len(data) % 3 else b""
+            for wanted in ("given_up", "failure/1", "agree/graph/0/verdict", "agree/graph/0/1"):
+                yield _reseal(kind, data, f"job/1/{wanted}")
+
+    garbage: Any = _Garbage(answers())
+    board = Board(garbage, name="job/1")
+    start = time.process_time()
+    for n in range(500):
+        line = StoreLine(board, rank=n % 2, size=2, waiter=lambda topic, timeout_s: Patience(timeout_s))
+        found = line.agree("graph", n, timeout_s=5)
+        assert len(found.words) == 2
+        assert all(word is None or isinstance(word, tuple) for word in found.words)
+        news = News(board, rank=0).first()
+        assert news is None or isinstance(news, Failure)
+    assert time.process_time() - start < 20
+    # Who fills the store must not fill the log.
+    assert 0 < len(caplog.records) <= 16
+
+
+def test_garbage_in_a_real_store_counts_as_not_there() -> None:
+    board = Board(dist.HashStore(), name="job/1")
+    for text in ("", "garbage", "pl"):
+        board.store.set("words", text)
+        assert board.read("words", MessageKind.WORD) is None
+    board.put("words", MessageKind.WORD, ("fine",))
+    board.put_first("words", MessageKind.WORD, ("too late",))
+    assert board.read("words", MessageKind.WORD) == (("fine",),)
+    assert Board(board.store, name="job/2").read("words", MessageKind.WORD) is None

@@ -1,0 +1,476 @@
+"""Code written for torch's class runs with the import changed."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import inspect
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+from tests.on_ranks import on_ranks
+from tests.reference import DDP, assert_in_sync, batch, compare_with_reference, ours_only
+
+
+def _mlp():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _square(model, rank, i=0):
+    model(batch(rank, i)).square().mean().backward()
+
+
+# -- the constructor -----------------------------------------------------------------------------------------
+
+
+def test_constructor_signature_is_torch_s_to_the_letter():
+    ours, stock = inspect.signature(DDP.__init__), inspect.signature(StockDDP.__init__)
+    # What is new comes after all of torch's, and only by name.
+    assert list(ours.parameters) == [*stock.parameters, "verify_every"]
+    assert ours.parameters["verify_every"].kind is inspect.Parameter.KEYWORD_ONLY
+    for name, parameter in stock.parameters.items():
+        assert ours.parameters[name].default == parameter.default, name
+        assert ours.parameters[name].kind == parameter.kind, name
+    assert len(stock.parameters) - 1 == 20
+
+
+METHODS = [
+    "forward",
+    "train",
+    "no_sync",
+    "join",
+    "join_hook",
+    "register_comm_hook",
+    "scatter",
+    "gather",
+    "to_kwargs",
+    "_register_buffer_comm_hook",
+    "_register_builtin_comm_hook",
+    "_register_fused_optim",
+    "_set_params_and_buffers_to_ignore_for_model",
+    "_update_process_group",
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_signature_is_torch_s(name):
+    ours, stock = inspect.signature(getattr(DDP, name)), inspect.signature(getattr(StockDDP, name))
+    assert list(ours.parameters) == list(stock.parameters)
+    for parameter in stock.parameters.values():
+        default = ours.parameters[parameter.name].default
+        # An enum of ours stands in for an enum of torch's by its members' names.
+        assert getattr(default, "name", default) == getattr(parameter.default, "name", parameter.default)
+
+
+@on_ranks()
+def test_positional_arguments(rank, world_size):
+    """All that can be passed by position, as old code does."""
+    ddp = DDP(_mlp(), None, None, 0)
+    ddp(batch(rank).float()).sum().backward()
+    assert_in_sync(ddp.module)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"check_reduction": True}, "check_reduction"), ({"broadcast_buffers": True}, "broadcast_buffers")],
+    ids=["check_reduction", "broadcast_buffers"],
+)
+@on_ranks()
+def test_deprecated_arguments_warn_and_work(rank, world_size, options, message):
+    with pytest.warns(FutureWarning, match=message):
+        ddp = DDP(_mlp(), **options)
+    ddp(batch(rank).float()).sum().backward()
+    assert_in_sync(ddp.module)
+
+
+# -- state dict, copies --------------------------------------------------------------------------------------
+
+
+@on_ranks()
+def test_state_dict_prefix_and_loading(rank, world_size):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ddp = DDP(model)
+    names = list(ddp.state_dict())
+    assert names == [f"module.{name}" for name in model.state_dict()]
+    # Into another wrapper, into the bare module, and back.
+    other = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    ddp(batch(rank).float()).sum().backward()
+    other.load_state_dict(ddp.state_dict())
+    bare = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    bare.load_state_dict({name.removeprefix("module."): value for name, value in ddp.state_dict().items()})
+    for p, q in zip(other.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(p, q)
+    file = io.BytesIO()
+    torch.save(ddp.state_dict(), file)
+    file.seek(0)
+    ddp.load_state_dict(torch.load(file, weights_only=True))
+    ddp(batch(rank).float()).sum().backward()
+    assert_in_sync(model)
+
+
+@on_ranks(world_size=1)
+def test_names_of_parameters_and_modules(rank, world_size):
+    ddp = DDP(_mlp())
+    assert next(name for name, _ in ddp.named_parameters()) == "module.0.weight"
+    assert [name for name, _ in ddp.named_modules()][:2] == ["", "module"]
+    assert len(list(ddp.children())) == 1
+    assert "(module): Sequential" in repr(ddp)
+
+
+@on_ranks()
+def test_pickling(rank, world_size):
+    torch.manual_seed(rank)
+    ddp = DDP(_mlp(), gradient_as_bucket_view=True, bucket_cap_mb=0.001)
+    ddp(batch(rank).float()).sum().backward()
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is DDP
+    for p, q in zip(ddp.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(p, q)
+    loaded.zero_grad()
+    loaded(batch(rank, 1).float()).square().sum().backward()
+    assert_in_sync(loaded.module)
+    # The copy is independent of the first.
+    ddp.zero_grad()
+    ddp(batch(rank, 2).float()).square().sum().backward()
+    assert_in_sync(ddp.module)
+    assert not torch.equal(ddp.module[0].weight.grad, loaded.module[0].weight.grad)
+
+
+@on_ranks()
+def test_deepcopy(rank, world_size):
+    torch.manual_seed(rank)
+    ddp = DDP(_mlp())
+    ddp(batch(rank).float()).square().sum().backward()
+    twin = copy.deepcopy(ddp)
+    for i in range(2):
+        for wrapper in (ddp, twin):
+            wrapper.zero_grad()
+            wrapper(batch(rank, i).float()).square().sum().backward()
+            assert_in_sync(wrapper.module)
+    for p, q in zip(ddp.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert p.data_ptr() != q.data_ptr()
+        assert torch.equal(p.grad, q.grad)
+        assert p.grad.data_ptr() != q.grad.data_ptr()
+    # The inner module by itself, too.
+    lone = copy.deepcopy(ddp.module)
+    lone(batch(rank).float()).sum().backward()
+
+
+@on_ranks(world_size=1)
+def test_train_and_eval_reach_the_module(rank, world_size):
+    ddp = DDP(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    assert ddp.train(False) is ddp
+    assert not ddp.training
+    assert not ddp.module[1].training
+    ddp.train()
+    assert ddp.module[1].training
+    ddp.eval()
+    assert not ddp.module.training
+
+
+@on_ranks(world_size=1)
+def test_to_kwargs(rank, world_size):
+    """``to_kwargs`` and ``scatter`` do for the CPU what torch's do."""
+    results = []
+    for wrapper in (StockDDP, DDP):
+        ddp = wrapper(nn.Linear(2, 2))
+        inputs, kwargs = ddp.to_kwargs((torch.ones(2), [torch.zeros(1)]), {"k": torch.zeros(3)}, 0)
+        results.append((inputs, kwargs))
+    stock, ours = results
+    torch.testing.assert_close(ours, stock)
+    assert [type(part) for part in ours] == [type(part) for part in stock]
+
+
+# -- inputs and outputs --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Data:
+    main: torch.Tensor
+    more: list
+    label: str = "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class _FrozenData:
+    main: torch.Tensor
+    more: tuple
+
+
+_Named = collections.namedtuple("_Named", ["main", "more"])
+
+
+class _Arbitrary:
+    def __init__(self, main, more):
+        self.main = main
+        self.more = more
+
+
+class _ModelOutput(collections.OrderedDict):
+    """Like the outputs of transformers: a dict with attributes."""
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+MAKERS = {
+    "tuple": lambda a, b: (a, (b, None, 3)),
+    "list": lambda a, b: [a, [b]],
+    "dict": lambda a, b: {"main": a, "more": {"deep": [b]}},
+    "dataclass": lambda a, b: _Data(a, [b]),
+    "frozen_dataclass": lambda a, b: _FrozenData(a, (b,)),
+    "namedtuple": lambda a, b: _Named(a, [b]),
+    "arbitrary": lambda a, b: _Arbitrary(a, {"deep": b}),
+    "ordered_dict": lambda a, b: _ModelOutput(main=a, more=b),
+}
+
+
+class _Nested(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.a = nn.Linear(4, 2)
+        self.b = nn.Linear(4, 2)
+        self.kind = kind
+
+    def forward(self, x):
+        x = self.body(x).tanh()
+        return MAKERS[self.kind](self.a(x), self.b(x))
+
+
+def _main_and_more(out):
+    if isinstance(out, dict):
+        main, more = out["main"], out["more"]
+    elif isinstance(out, (tuple, list)):
+        main, more = out[0], out[1]
+    else:
+        main, more = out.main, out.more
+    while not isinstance(more, torch.Tensor):
+        more = next(iter(more.values())) if isinstance(more, dict) else more[0]
+    return main, more
+
+
+def _nested(rank, world_size, kind, use, options):
+    def step(model, r, i):
+        out = model(batch(r, i))
+        assert type(out) is type(MAKERS[kind](torch.zeros(1), torch.zeros(1)))
+        main, more = _main_and_more(out)
+        loss = {"both": main.square().mean() + more.square().mean(), "main": main.square().mean()}[use]
+        loss.backward()
+
+    compare_with_reference(rank, world_size, lambda: _Nested(kind), step, **options)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=ours_only if k == "frozen_dataclass" else ()) for k in MAKERS])
+def test_nested_outputs(ranks, kind):
+    ranks(_nested, kind, "both", {})
+
+
+@ours_only
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_nested_outputs_with_one_left_out_of_the_loss(ranks, kind, options):
+    ranks(_nested, kind, "main", options)
+
+
+@on_ranks()
+def test_arguments_and_other_outputs_pass_unchanged(rank, world_size):
+    """What the module returns that is not a tensor is returned as it is."""
+
+    class _Passes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+            self.token = object()
+
+        def forward(self, x, *, scale=1.0, **more):
+            return self.linear(x) * scale, self.token, more
+
+    ddp = DDP(_Passes())
+    out, token, more = ddp(batch(rank).float(), scale=2.0, name="x", none=None)
+    assert token is ddp.module.token
+    assert more == {"name": "x", "none": None}
+    out.sum().backward()
+    assert_in_sync(ddp.module)
+
+
+@on_ranks()
+def test_a_module_that_returns_nothing(rank, world_size):
+    class _Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x):
+            self.loss = self.linear(x).square().mean()
+
+    model = _Remembers()
+    ddp = DDP(model)
+    for i in range(2):
+        assert ddp(batch(rank, i).float()) is None
+        model.loss.backward()
+        assert_in_sync(model)
+        ddp.zero_grad()
+
+
+def _rref(rank, world_size):
+    from torch.distributed import rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://127.0.0.1:0", num_worker_threads=2)
+    rpc.init_rpc(f"alone{rank}", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+
+        class _Remote(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 2)
+
+            def forward(self, x):
+                return rpc.RRef(self.linear(x))
+
+        ddp = DDP(_Remote(), find_unused_parameters=True)
+        for i in range(2):
+            ddp(batch(rank, i).float()).local_value().square().sum().backward()
+            assert_in_sync(ddp.module)
+            ddp.zero_grad()
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def test_rref_outputs(ranks):
+    allowed = (
+        ("find_unused_parameters=True was specified", UserWarning),
+        # What torch's RPC does with the default group.
+        ("You are using a Backend", UserWarning),
+    )
+    ranks(_rref, allow_warnings=allowed)
+
+
+# -- device mesh ---------------------------------------------------------------------------------------------
+
+
+@on_ranks()
+def test_device_mesh(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def wrap(model):
+        ddp = DDP(model, device_mesh=mesh)
+        assert ddp.process_group is mesh.get_group()
+        return ddp
+
+    compare_with_reference(rank, world_size, _mlp, _square, wrap=wrap)
+
+
+@on_ranks(world_size=4)
+def test_one_dimension_of_a_mesh(rank, world_size):
+    """One dimension of a larger mesh: gradients are averaged over that one only."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "other"))
+    model = nn.Linear(4, 2)
+    ddp = DDP(model, device_mesh=mesh["replicate"])
+    ddp(batch(rank).float()).sum().backward()
+    mates = dist.get_process_group_ranks(mesh.get_group("replicate"))
+    want = sum(batch(r).float().sum(0) for r in mates) / 2
+    torch.testing.assert_close(model.weight.grad, want.expand(2, 4))
+
+
+# -- with the rest of torch ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw", "foreach", "fused"])
+@on_ranks()
+def test_optimizers_and_clipping(rank, world_size, kind):
+    """Optimizers and clipping over the wrapper's parameters behave as with torch's class."""
+    make = {
+        "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+        "foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
+        "fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    }[kind]
+    results = []
+    for wrapper in (StockDDP, DDP):
+        torch.manual_seed(0)
+        ddp = wrapper(_mlp())
+        optimizer = make(ddp.parameters())
+        for i in range(5):
+            optimizer.zero_grad()
+            ddp(batch(rank, i).float()).square().mean().backward()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            optimizer.step()
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    for p, q in zip(*results, strict=True):
+        assert torch.equal(p, q)
+
+
+@on_ranks()
+def test_autocast(rank, world_size):
+    torch.manual_seed(0)
+    model = _mlp()
+    ddp = DDP(model)
+    for i in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ddp(batch(rank, i).float()).float().square().mean()
+        loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        assert_in_sync(model)
+        ddp.zero_grad()
+
+
+@on_ranks()
+def test_torch_func(rank, world_size):
+    """torch.func and vmap over the inner module do not trip over the wrapper's hooks."""
+    torch.manual_seed(0)
+    model = _mlp()
+    ddp = DDP(model)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    x = batch(rank).float()
+    grads = torch.func.grad(lambda ps: torch.func.functional_call(model, ps, (x,)).square().mean())(params)
+    ddp(x).square().mean().backward()
+    mine = grads["0.weight"].clone()
+    dist.all_reduce(mine)
+    torch.testing.assert_close(model[0].weight.grad, mine / world_size)
+
+
+@on_ranks()
+def test_a_dropped_wrapper_is_collected_and_its_module_is_plain_again(rank, world_size):
+    """A dropped wrapper lets go of its module: no reference cycle through hooks on live parameters."""
+    import gc
+    import weakref
+
+    model = _mlp()
+    ddp = DDP(model)
+    ddp(batch(rank).float()).sum().backward()
+    wrapper = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert wrapper() is None
+    model.zero_grad()
+    model(batch(rank).float()).sum().backward()
+    return model[2].bias.grad.sum().item()
+
+
+def _checkpoint_keys(rank, world_size):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    ddp = DDP(nn.Linear(2, 2))
+    assert isinstance(ddp, nn.parallel.DistributedDataParallel)
+    return sorted(get_model_state_dict(ddp))
+
+
+def test_torch_s_checkpoints_know_the_wrapper(ranks):
+    """They strip its prefix, which they do for what is an instance of torch's class."""
+    assert ranks(_checkpoint_keys) == [["bias", "weight"]] * 2

@@ -1,0 +1,319 @@
+"""Parameters frozen, unfrozen, added, replaced or moved after wrapping: noticed, never silently local."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.errors import PacelineError, ParameterMismatchError
+from tests.ddp.exact import Sum, assert_grad, step
+from tests.on_ranks import on_ranks
+from tests.reference import DDP, assert_grads, assert_in_sync, batch, compare_with_reference, mean_over_ranks, ours_only
+
+pytestmark = ours_only
+
+
+def _mlp():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _inner(model):
+    return model.module if isinstance(model, DDP) else model
+
+
+def _square(model, rank, i):
+    model(batch(rank, i)).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.0001}],
+    ids=["plain", "view", "unused", "small"],
+)
+@on_ranks()
+def test_freezing_and_unfreezing(rank, world_size, options):
+    """Freeze and unfreeze at several steps; a frozen parameter has no gradient, an unfrozen one the mean."""
+    script = {1: (0, False), 2: (2, False), 3: (0, True), 5: (2, True)}
+
+    def step(model, r, i):
+        if i in script:
+            layer, value = script[i]
+            for p in _inner(model)[layer].parameters():
+                p.requires_grad_(value)
+        _square(model, r, i)
+
+    # Step 2 would leave nothing to train: freeze only the bias of the last layer then.
+    def careful(model, r, i):
+        if i == 2:
+            _inner(model)[2].bias.requires_grad_(False)
+            return _square(model, r, i)
+        return step(model, r, i)
+
+    compare_with_reference(rank, world_size, _mlp, careful, steps=7, **options)
+
+
+@on_ranks()
+def test_fine_tuning_head_then_all(rank, world_size):
+    """The usual fine-tuning: train the head, then everything."""
+
+    def make():
+        model = _mlp()
+        for p in model[0].parameters():
+            p.requires_grad_(False)
+        return model
+
+    def step(model, r, i):
+        if i == 2:
+            for p in _inner(model).parameters():
+                p.requires_grad_(True)
+        _square(model, r, i)
+
+    compare_with_reference(rank, world_size, make, step, steps=5)
+
+
+@on_ranks()
+def test_frozen_parameters_are_broadcast_at_the_start_too(rank, world_size):
+    torch.manual_seed(rank)
+    model = _mlp()
+    model[0].weight.requires_grad_(False)
+    DDP(model)
+    assert_in_sync(model)
+
+
+def _either_right_or_error(rank, world_size, change):
+    """After ``change`` every rank gets a clear error, or every rank gets the right gradients."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = _mlp()
+    ddp = DDP(model)
+    _square(ddp, rank, 0)
+    ddp.zero_grad()
+    change(model, rank)
+    torch.manual_seed(0)
+    reference = _mlp()
+    change(reference, rank)
+    # Ranks may have made different values: what counts is that gradients are means over the ranks' own.
+    error = None
+    for i in (1, 2):
+        try:
+            _square(ddp, rank, i)
+        except PacelineError as caught:
+            error = str(caught)
+            break
+        reference.load_state_dict(model.state_dict())
+        assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), world_size), f"step {i}")
+        assert_in_sync(model)
+        ddp.zero_grad()
+    return error
+
+
+def _replace_weight(model, rank):
+    torch.manual_seed(5)
+    model[0].weight = nn.Parameter(torch.randn(5, 4))
+
+
+def _replace_layer(model, rank):
+    torch.manual_seed(5)
+    model[2] = nn.Linear(5, 3)
+
+
+def _add_layer(model, rank):
+    torch.manual_seed(5)
+    model.add_module("extra", nn.Linear(2, 2))
+
+
+def _add_frozen_then_train(model, rank):
+    torch.manual_seed(5)
+    layer = nn.Linear(2, 2)
+    layer.weight.requires_grad_(False)
+    model.add_module("extra", layer)
+
+
+def _remove_bias(model, rank):
+    model[0].bias = None
+
+
+def _swap_data(model, rank):
+    torch.manual_seed(5)
+    model[0].weight.data = torch.randn(5, 4)
+
+
+CHANGES = [_replace_weight, _replace_layer, _add_layer, _add_frozen_then_train, _remove_bias, _swap_data]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_parameters_changed_after_wrapping_are_noticed(ranks, change):
+    errors = ranks(_either_right_or_error, change)
+    assert (errors[0] is None and errors[1] is None) or all(errors)
+    for error in errors:
+        if error is not None:
+            assert any(name in error for name in ("0.weight", "2.weight", "extra", "0.bias")), error
+
+
+def _one_rank_adds(rank, world_size):
+    torch.manual_seed(0)
+    model = _mlp()
+    ddp = DDP(model)
+    ddp(batch(rank).float()).sum().backward()
+    if rank == 1:
+        model.add_module("extra", nn.Linear(2, 2))
+    try:
+        for i in range(2):
+            ddp(batch(rank, i).float()).sum().backward()
+    except PacelineError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_parameter_added_on_one_rank_only_is_an_error_on_every_rank(ranks):
+    for text in ranks(_one_rank_adds):
+        assert "extra.weight" in text
+        assert "rank 1" in text.lower()
+
+
+def _one_rank_unfreezes(rank, world_size):
+    """requires_grad differs: either the mean is over what there is, or every rank hears of it."""
+    torch.manual_seed(0)
+    model = _mlp()
+    model[0].weight.requires_grad_(False)
+    ddp = DDP(model)
+    if rank == 1:
+        model[0].weight.requires_grad_(True)
+    try:
+        ddp(batch(rank).float()).sum().backward()
+    except PacelineError as error:
+        return "names it" if "0.weight" in str(error) else str(error)
+    assert_in_sync(model)
+    return "right"
+
+
+def test_a_parameter_unfrozen_on_one_rank_only(ranks):
+    assert ranks(_one_rank_unfreezes) in [["right"] * 2, ["names it"] * 2]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@on_ranks()
+def test_the_inner_module_alone_synchronises(rank, world_size, mixed):
+    def step(model, r, i):
+        _square(model if mixed and i % 2 else _inner(model), r, i)
+
+    compare_with_reference(rank, world_size, _mlp, step, steps=4)
+
+
+@on_ranks()
+def test_a_part_of_the_inner_module_synchronises(rank, world_size):
+    """Part of the inner module, used directly, with the rest unused."""
+
+    def step(model, r, i):
+        _inner(model)[0](batch(r, i)).square().sum().backward()
+
+    compare_with_reference(rank, world_size, _mlp, step)
+
+
+@on_ranks()
+def test_dtype_changed_after_wrapping(rank, world_size):
+    """``ddp.double()`` after wrapping changes every parameter in place."""
+    torch.manual_seed(0)
+    model = _mlp()
+    ddp = DDP(model)
+    ddp(batch(rank).float()).sum().backward()
+    ddp.zero_grad()
+    ddp.double()
+    torch.manual_seed(0)
+    reference = _mlp().double()
+    for i in range(2):
+        _square(ddp, rank, i)
+        assert all(p.grad.dtype == torch.float64 for p in model.parameters())
+        expected = mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), world_size)
+        assert_grads(ddp, expected)
+        ddp.zero_grad()
+
+
+def _linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+EVAL_WARNING = (("Backward through the bare module in eval mode", UserWarning),)
+
+
+@on_ranks(group_timeout_s=60, allow_warnings=EVAL_WARNING)
+def test_a_rank_alone_may_freeze_a_layer_and_look_at_gradients_in_eval_mode(rank, world_size):
+    """Rank 0 alone freezes a layer and runs the bare module in eval mode: nobody else is there for it."""
+    model = _linear()
+    ddp = DDP(model)
+    x = torch.full((1, 3), rank + 1.0)
+    ddp(x).sum().backward()
+    ddp.zero_grad()
+    ddp.eval()
+    if rank == 0:
+        model[0].requires_grad_(False)
+        model(x).sum().backward()
+        assert model[0].weight.grad is None
+        assert torch.equal(model[1].weight.grad, model[0](x))  # its own, not a mean
+        model[0].requires_grad_(True)
+        ddp.zero_grad()
+    dist.barrier()
+    ddp.train()
+    ddp(x).sum().backward()
+    assert_in_sync(model)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@on_ranks(group_timeout_s=60, allow_warnings=EVAL_WARNING)
+def test_a_rank_alone_may_look_at_gradients_after_a_validation_forward(rank, world_size, held):
+    """A validation forward that made a graph has no say in what a later backward of the bare module is."""
+    model = _linear()
+    ddp = DDP(model)
+    x = torch.full((1, 3), rank + 1.0)
+    ddp(x).sum().backward()
+    ddp.zero_grad()
+    ddp.eval()
+    output = ddp(x)
+    if not held:
+        del output
+    if rank == 0:
+        model(x).sum().backward()
+        assert torch.equal(model[1].weight.grad, model[0](x))
+    dist.barrier()
+
+
+@on_ranks()
+def test_ranks_that_unfreeze_differently_are_refused_until_they_are_alike(rank, world_size):
+    model = Sum(frozen="ab")
+    ddp = DDP(model)
+    step(ddp, rank)
+    ddp.zero_grad()
+    mine = model.b if rank else model.a
+    mine.requires_grad_(True)
+    for _ in range(2):
+        with pytest.raises(ParameterMismatchError, match=r"[ab]\.weight"):
+            step(ddp, rank)
+        ddp.zero_grad()
+    model.requires_grad_(True)
+    for _ in range(2):
+        step(ddp, rank)
+        for part in (model.a, model.b, model.c):
+            assert_grad(part, 1.5)
+        ddp.zero_grad()
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "freeze"])
+@on_ranks()
+def test_what_was_accumulated_survives_a_change_of_the_parameters(rank, world_size, change):
+    """What no_sync accumulated is reduced by the next synchronised backward, even if that does not use it."""
+    model = Sum(frozen="c" if change == "unfreeze" else "")
+    ddp = DDP(model)
+    for _ in range(2):
+        step(ddp, rank)
+        ddp.zero_grad()
+    with ddp.no_sync():
+        step(ddp, rank)
+    model.c.requires_grad_(change == "unfreeze")
+    step(ddp, rank, False)
+    assert_grad(model.a, 3.0)
+    assert_grad(model.b, 1.5)
+    if change == "unfreeze":
+        assert_grad(model.c, 1.5)

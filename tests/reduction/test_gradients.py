@@ -1,0 +1,560 @@
+"""Buckets, gradients in the bucket, and reduction: against a single process, and against torch to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+from tests.on_ranks import on_ranks
+from tests.reference import DDP, assert_grads, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
+
+FLAGS = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"batched_grad_copy": True},
+    {"gradient_as_bucket_view": True, "batched_grad_copy": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"bucket_cap_mb": 0.0001},
+    {"bucket_cap_mb": 1},
+]
+
+
+def _flag_id(flags):
+    return "+".join(flags) or "default"
+
+
+def _mlp():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _pair(**flags):
+    """A wrapper, and a bare module with the same weights."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    ddp, local = DDP(_mlp(), **flags), _mlp()
+    local.load_state_dict(ddp.module.state_dict())
+    return ddp, local
+
+
+def _square(model, rank, i):
+    model(batch(rank, i)).square().mean().backward()
+
+
+# -- training against a single process -----------------------------------------------------------------------
+
+
+class _Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh()) + self.a(x)
+
+
+class _OutOfOrder(nn.Module):
+    """Uses its layers in another order than it registers them; the first backward shows the real one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x):
+        for k in (3, 0, 4, 1, 2):
+            x = self.layers[k](x).tanh()
+        return x
+
+
+class _RankOrder(nn.Module):
+    """Two towers whose backward order depends on the rank: what is ready first differs between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x, flip):
+        return self.a(self.b(x).tanh()) if flip else self.b(self.a(x).tanh())
+
+
+class _Words(nn.Module):
+    def __init__(self, also_dense=True):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
+        self.head = nn.Linear(4, 2) if also_dense else None
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return x if self.head is None else self.head(x)
+
+
+def _tokens(rank, i):
+    # Ranks look up different rows, and different numbers of them.
+    return torch.randint(0, 10, (2, 2 + rank), generator=torch.Generator().manual_seed(10 * i + rank))
+
+
+def _gradients_dropped_zeroed_and_replaced(model, r, i):
+    inner = model.module if isinstance(model, DDP) else model
+    if isinstance(model, DDP):
+        if i == 1:
+            model.zero_grad(set_to_none=False)
+        elif i == 2:
+            for p in inner.parameters():
+                p.grad = torch.zeros_like(p)
+        elif i == 3:
+            inner[0].weight.grad = None
+        elif i == 4:
+            # A clipped gradient that then is dropped must not come back.
+            torch.nn.utils.clip_grad_norm_(inner.parameters(), 0.5)
+            model.zero_grad()
+    _square(model, r, i)
+
+
+def _accumulation_in_no_sync(model, r, i):
+    for micro in range(2):
+        with no_sync(model):
+            _square(model, r, 10 * i + micro)
+    _square(model, r, 10 * i + 2)
+
+
+def _accumulation_with_every_backward_synchronised(model, r, i):
+    for micro in range(3):
+        _square(model, r, 10 * i + micro)
+
+
+def _no_sync_around_forward_only(model, r, i):
+    # It is decided at backward.
+    with no_sync(model):
+        out = model(batch(r, i))
+    out.square().mean().backward()
+
+
+def _no_sync_around_one_backward(model, r, i):
+    out = model(batch(r, i))
+    with no_sync(model):
+        out.square().sum().backward()
+    _square(model, r, 50 + i)
+
+
+def _no_sync_now_and_then(model, r, i):
+    if i % 3 == 2:
+        with no_sync(model):
+            _square(model, r, 100 + i)
+    _square(model, r, i)
+
+
+def _several_forwards_before_one_backward(model, r, i):
+    outputs = [model(batch(r, 10 * i + k)) for k in range(3)]
+    sum(out.square().mean() for out in outputs).backward()
+
+
+def _two_backwards_of_one_forward(model, r, i):
+    out = model(batch(r, i))
+    out[:, 0].square().sum().backward(retain_graph=True)
+    out[:, 1].square().sum().backward()
+
+
+def _several_forwards_then_as_many_backwards(model, r, i):
+    losses = [model(batch(r, 10 * i + k)).square().mean() for k in range(3)]
+    # The newest first, every other time.
+    for loss in reversed(losses) if i % 2 else losses:
+        loss.backward()
+
+
+def _forwards_without_backward_in_between(model, r, i):
+    with torch.no_grad():
+        model(batch(r, 90 + i))
+    model.eval()
+    model(batch(r, 80 + i))
+    model.train()
+    _square(model, r, i)
+
+
+def _sparse_embedding(model, r, i):
+    model(_tokens(r, i)).square().mean().backward()
+    inner = model.module if isinstance(model, DDP) else model
+    assert inner.embedding.weight.grad.is_sparse
+
+
+def _sparse_embedding_accumulated(model, r, i):
+    with no_sync(model):
+        _sparse_embedding(model, r, i)
+    _sparse_embedding(model, r, 50 + i)
+
+
+def _gradients_ready_in_another_order_on_each_rank(model, r, i):
+    model(batch(r, i), (r + i) % 2 == 1).square().mean().backward()
+
+
+def _autograd_grad_before_backward_of_the_same_loss(model, r, i):
+    loss = model(batch(r, i)).square().mean()
+    torch.autograd.grad(loss, list(model.parameters())[:1], retain_graph=True)
+    loss.backward()
+
+
+def _gradient_penalty_on_the_input(model, r, i):
+    # WGAN-GP: the penalty needs create_graph on the input only; everything is linear in ranks.
+    x = batch(r, i).requires_grad_()
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (g.square().sum() + model(x).square().mean()).backward()
+
+
+def _output_changed_in_place(model, r, i):
+    out = model(batch(r, i))
+    out.mul_(2)
+    out.square().mean().backward()
+
+
+def _train(rank, world_size, make, step, options):
+    ddp = compare_with_reference(rank, world_size, make, step, **options)
+    assert_in_sync(ddp.module)
+
+
+def _cases(step, make=_mlp, *, flags=({},), ours=False, **options):
+    """The same training with each of ``flags``."""
+    name = step.__name__ if make is _mlp else f"{make.__name__}{step.__name__}"
+    return [
+        pytest.param(make, step, {**options, **each}, id=f"{name}-{_flag_id(each)}", marks=[ours_only] * ours)
+        for each in flags
+    ]
+
+
+def _words_alone():
+    return _Words(also_dense=False)
+
+
+TRAININGS = [
+    *_cases(_gradients_dropped_zeroed_and_replaced, flags=FLAGS[:3], steps=6),
+    *_cases(_accumulation_in_no_sync, flags=[*FLAGS[:4], FLAGS[6]]),
+    *_cases(_accumulation_in_no_sync, flags=[{**each, "set_to_none": False} for each in [*FLAGS[:4], FLAGS[6]]]),
+    *_cases(_accumulation_with_every_backward_synchronised, flags=FLAGS[:4]),
+    *_cases(_accumulation_in_no_sync, flags=[{"static_graph": True}], ours=True),
+    *_cases(_no_sync_around_forward_only, ours=True),
+    *_cases(_two_backwards_of_one_forward, ours=True),
+    *_cases(_no_sync_now_and_then, steps=12, lr=0.05),
+    *_cases(_several_forwards_before_one_backward, flags=FLAGS[:2]),
+    *_cases(_several_forwards_then_as_many_backwards, ours=True, steps=4),
+    *_cases(_forwards_without_backward_in_between),
+    *_cases(_square, _Shared, flags=[*FLAGS[:3], FLAGS[4]]),
+    *_cases(_sparse_embedding, _Words, flags=FLAGS[:2]),
+    *_cases(_sparse_embedding, _words_alone, flags=FLAGS[:2]),
+    *_cases(_sparse_embedding_accumulated, _Words),
+    *_cases(_square, _OutOfOrder, flags=[{"bucket_cap_mb": 0.00005}, {"bucket_cap_mb": 0.0001, "static_graph": True}]),
+    *_cases(_gradients_ready_in_another_order_on_each_rank, _RankOrder, steps=4, bucket_cap_mb=0.0001),
+    *_cases(_autograd_grad_before_backward_of_the_same_loss),
+    *_cases(_gradient_penalty_on_the_input),
+    *_cases(_output_changed_in_place),
+]
+
+
+@pytest.mark.parametrize(("make", "step", "options"), TRAININGS)
+def test_training_is_that_of_one_process(ranks, make, step, options):
+    ranks(_train, make, step, options)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("flags", FLAGS, ids=_flag_id)
+def test_flags_change_no_gradient(ranks, flags, set_to_none):
+    allowed = ()
+    if "find_unused_parameters" in flags:
+        allowed = (("find_unused_parameters=True was specified", UserWarning),)
+    ranks(_train, _mlp, _square, {"steps": 4, "set_to_none": set_to_none, **flags}, allow_warnings=allowed)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_other_world_sizes(ranks, world_size):
+    ranks(_train, _mlp, _square, {"steps": 4}, world_size=world_size)
+
+
+@on_ranks()
+def test_equal_to_the_concatenated_batch(rank, world_size):
+    ddp, reference = _pair()
+    _square(ddp, rank, 0)
+    reference(torch.cat([batch(r) for r in range(world_size)])).square().mean().backward()
+    assert_grads(ddp, {name: p.grad for name, p in reference.named_parameters()})
+
+
+class _Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def _bit_equal(rank, world_size, flags, momentum):
+    torch.manual_seed(0)
+    ours, stock = _Convolutions(), _Convolutions()
+    stock.load_state_dict(ours.state_dict())
+    pairs = []
+    for model, wrapper in ((ours, DDP), (stock, StockDDP)):
+        ddp = wrapper(model, **flags)
+        pairs.append((ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=momentum)))
+    for i in range(5):
+        x = batch(rank, i, 2, 3, 5, 5).float()
+        for ddp, optimizer in pairs:
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+        for (name, p), q in zip(ours.named_parameters(), stock.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), f"step {i}: gradient of {name}"
+            assert torch.equal(p, q), f"step {i}: {name}"
+
+
+@ours_only
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.001}],
+    ids=_flag_id,
+)
+def test_bit_equal_to_torch(ranks, flags):
+    ranks(_bit_equal, flags, 0.9)
+
+
+# -- gradients live in the bucket ----------------------------------------------------------------------------
+
+
+def _storages(rank, world_size, flags, set_to_none):
+    """Bytes of storage behind the gradients at rest, and whether they were replaced between steps."""
+    torch.manual_seed(0)
+    model = _mlp()
+    ddp = DDP(model, **flags)
+    for i in range(3):
+        ddp.zero_grad(set_to_none=set_to_none)
+        ddp(batch(rank, i).float()).square().mean().backward()
+    storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    return len(storages), sum(storages.values()), needed
+
+
+@ours_only
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("flags", FLAGS[:2], ids=_flag_id)
+def test_gradients_live_in_the_bucket(ranks, flags, set_to_none):
+    for count, held, needed in ranks(_storages, flags, set_to_none):
+        assert count == 1, "six small gradients belong in one bucket"
+        # Some padding for alignment is fair; a second copy is not.
+        assert needed <= held < 2 * needed
+
+
+# -- no_sync -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", FLAGS[:3], ids=_flag_id)
+@on_ranks()
+def test_no_sync_leaves_the_local_gradient(rank, world_size, flags):
+    ddp, local = _pair(**flags)
+    for i in range(2):
+        with ddp.no_sync():
+            _square(ddp, rank, i)
+        _square(local, rank, i)
+        assert_grads(ddp, {name: p.grad for name, p in local.named_parameters()})
+
+
+@on_ranks()
+def test_no_sync_nests_and_ends_on_an_exception(rank, world_size):
+    ddp = DDP(_mlp())
+    with contextlib.suppress(KeyError), ddp.no_sync():
+        raise KeyError
+    assert ddp.require_backward_grad_sync
+    with ddp.no_sync():
+        with ddp.no_sync():
+            assert not ddp.require_backward_grad_sync
+        assert not ddp.require_backward_grad_sync
+    assert ddp.require_backward_grad_sync
+
+
+# -- odd parameters ------------------------------------------------------------------------------------------
+
+
+class _Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.transposed = nn.Parameter(torch.randn(2, 4).t())
+        self.single = nn.Parameter(torch.randn(2, 2, dtype=torch.float32))
+        self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.plain = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.plain(x) * self.scalar + self.empty.sum()
+        y = (y * self.complex).abs() @ self.transposed
+        return y @ self.single.double()
+
+
+@pytest.mark.parametrize("flags", [*FLAGS[:2], FLAGS[6]], ids=_flag_id)
+@on_ranks()
+def test_scalar_empty_transposed_complex_and_mixed_dtype_parameters(rank, world_size, flags):
+    ddp = compare_with_reference(rank, world_size, _Odd, _square, **flags)
+    _square(ddp, rank, 9)
+    for name, p in ddp.module.named_parameters():
+        assert p.grad.stride() == p.stride(), name
+        assert p.grad.dtype == p.dtype, name
+        assert p.grad.shape == p.shape, name
+
+
+@pytest.mark.parametrize("flags", [*FLAGS[:3], FLAGS[6]], ids=_flag_id)
+@on_ranks()
+def test_channels_last_gradients_keep_their_strides(rank, world_size, flags):
+    def step(model, r, i):
+        x = batch(r, i, 2, 3, 5, 5).to(memory_format=torch.channels_last)
+        model(x).square().mean().backward()
+
+    def make():
+        return _Convolutions().to(memory_format=torch.channels_last)
+
+    ddp = compare_with_reference(rank, world_size, make, step, **flags)
+    for _ in range(2):
+        step(ddp, rank, 5)
+        for name, p in ddp.module.named_parameters():
+            assert p.grad.stride() == p.stride(), name
+    assert ddp.module.net[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+    # One that torch calls contiguous all the same, and nothing else that is not.
+    pointwise = nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last)
+    ddp = DDP(pointwise.double(), **flags)
+    for _ in range(2):
+        step(ddp, rank, 5)
+        assert pointwise.weight.grad.stride() == pointwise.weight.stride() == (3, 1, 3, 3)
+
+
+# -- buckets -------------------------------------------------------------------------------------------------
+
+
+def _bucket_layout(rank, world_size, options, steps):
+    torch.manual_seed(0)
+    ddp = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), **options)
+    seen = []
+
+    def watch(state, bucket):
+        seen.append((bucket.index(), bucket.buffer().numel(), [tuple(g.shape) for g in bucket.gradients()]))
+        work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    ddp.register_comm_hook(None, watch)
+    for i in range(steps):
+        seen.clear()
+        ddp(batch(rank, i, 2, 64).float()).square().mean().backward()
+    return seen
+
+
+LAYER = 64 * 64 + 64
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_one_bucket_when_all_fits(ranks, steps):
+    for seen in ranks(_bucket_layout, {}, steps):
+        assert [numel for _, numel, _ in seen] == [6 * LAYER]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_cap_splits_into_buckets_launched_in_order(ranks, steps):
+    # Less than a layer in float32 (16.6 kB): no two layers share a bucket once buckets are rebuilt.
+    for seen in ranks(_bucket_layout, {"bucket_cap_mb": 0.01}, steps):
+        assert [index for index, _, _ in seen] == list(range(len(seen)))
+        # The first iteration may run with a first bucket of torch's default size.
+        assert len(seen) >= (6 if steps > 1 else 1)
+        assert sum(numel for _, numel, _ in seen) == 6 * LAYER
+        # Backward reaches the last layer first.
+        assert seen[0][2][0] in [(64,), (64, 64)]
+
+
+def test_ranks_agree_on_the_layout(ranks):
+    first, second = ranks(_bucket_layout, {"bucket_cap_mb": 0.02}, 3)
+    assert first == second
+
+
+def test_bucket_cap_mb_list(ranks):
+    for seen in ranks(_bucket_layout, {"bucket_cap_mb_list": [1, 25]}, 3):
+        assert sum(numel for _, numel, _ in seen) == 6 * LAYER
+
+
+# -- autograd.grad, hooks of users, stats --------------------------------------------------------------------
+
+
+@on_ranks()
+def test_autograd_grad_is_local_and_harmless(rank, world_size):
+    """``autograd.grad`` gives this rank's gradients, leaves ``.grad`` alone, and the next step is right."""
+    ddp, local = _pair()
+    got = torch.autograd.grad(ddp(batch(rank)).square().mean(), list(ddp.parameters()))
+    want = torch.autograd.grad(local(batch(rank)).square().mean(), list(local.parameters()))
+    torch.testing.assert_close(got, want)
+    assert all(p.grad is None for p in ddp.parameters())
+    compare_with_reference(rank, world_size, _mlp, _square)
+
+
+@on_ranks()
+def test_gradient_of_the_input_is_not_averaged(rank, world_size):
+    ddp, local = _pair()
+    x, y = batch(rank).requires_grad_(), batch(rank).requires_grad_()
+    ddp(x).square().mean().backward()
+    local(y).square().mean().backward()
+    # An input belongs to this rank: its gradient is not averaged.
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+@on_ranks()
+def test_hooks_of_users_on_parameters_still_run(rank, world_size):
+    torch.manual_seed(0)
+    model = _mlp()
+    calls = []
+    model[0].weight.register_hook(lambda grad: calls.append("tensor") or grad * 2)
+    ddp = DDP(model)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    local = _mlp()
+    local.load_state_dict(model.state_dict())
+    local[0].weight.register_hook(lambda grad: grad * 2)
+    ddp(batch(rank).float()).square().mean().backward()
+    local(batch(rank).float()).square().mean().backward()
+    mine = local[0].weight.grad
+    dist.all_reduce(mine)
+    torch.testing.assert_close(model[0].weight.grad, mine / world_size)
+    assert calls == ["tensor", "accumulated"]
+
+
+@ours_only
+@on_ranks()
+def test_stats(rank, world_size):
+    torch.manual_seed(0)
+    ddp = DDP(_mlp())
+    for i in range(3):
+        with ddp.no_sync():
+            ddp(batch(rank, i).float()).sum().backward()
+        ddp(batch(rank, i).float()).sum().backward()
+    stats = ddp.stats()
+    needed = sum(p.numel() * p.element_size() for p in ddp.parameters())
+    assert stats["steps"] == 3
+    assert stats["buckets"] == 1
+    assert needed <= stats["bytes_per_step"] < 2 * needed
+    assert 0 <= stats["exposed_s"] <= stats["exposed_total_s"]
+    assert stats["plan"] is not None
+
+
+@ours_only
+@on_ranks()
+def test_no_sync_around_backward_only(rank, world_size):
+    compare_with_reference(rank, world_size, _mlp, _no_sync_around_one_backward)
+    # And between the two, the gradient is this rank's own.
+    ddp, local = _pair()
+    out = ddp(batch(rank))
+    with ddp.no_sync():
+        out.square().sum().backward()
+    local(batch(rank)).square().sum().backward()
+    assert_grads(ddp, {name: p.grad for name, p in local.named_parameters()}, "inside no_sync")

@@ -1,0 +1,243 @@
+"""``paceline.init``: one rank without variables, the described group with them, an error in between."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import BadArgumentError, BadTypeError, StateError
+from paceline.run.init import Launch, World, default_backend, init, shutdown
+from paceline.transport.shm import kernel
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+FULL = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*VARIABLES, "TORCHELASTIC_USE_AGENT_STORE", "PACELINE_LAUNCHER_PID"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_single_rank_needs_no_variables() -> None:
+    world = init(device="cpu")
+    assert world == World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
+    value = torch.tensor([3.0])
+    dist.all_reduce(value)
+    assert value.item() == 3.0
+    dist.barrier()
+    assert dist.get_world_size(dist.new_group([0])) == 1
+
+
+def test_what_it_returns_is_frozen() -> None:
+    world = init(device="cpu")
+    with pytest.raises(FrozenInstanceError):
+        world.rank = 1  # type: ignore[misc]
+
+
+def test_the_variables_are_used_when_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With a world of one the store is our own; port 0 lets the system choose.
+    for name, value in (FULL | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0", "LOCAL_RANK": "3"}).items():
+        monkeypatch.setenv(name, value)
+    world = init(device="cpu")
+    assert (world.rank, world.local_rank, world.world_size) == (0, 3, 1)
+
+
+def test_calling_it_twice_gives_the_same_world() -> None:
+    first = init(device="cpu", timeout=60)
+    assert init() is first
+    assert init(backend="gloo", device=torch.device("cpu"), timeout=timedelta(minutes=1)) is first
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"timeout": 61}, "timeout 0:01:01 (it has 0:01:00)"),
+        ({"backend": "nccl"}, "backend nccl (it has gloo)"),
+    ],
+)
+def test_a_second_call_that_asks_for_something_else_raises(asked: dict[str, object], said: str) -> None:
+    init(device="cpu", timeout=60)
+    with pytest.raises(StateError) as raised:
+        init(**asked)  # type: ignore[arg-type]
+    assert said in str(raised.value)
+    assert "shutdown()" in str(raised.value)
+    assert init().world_size == 1
+
+
+def test_shutdown_ends_it_and_may_be_repeated() -> None:
+    shutdown()
+    init(device="cpu")
+    shutdown()
+    assert not dist.is_initialized()
+    shutdown()
+    assert init(device="cpu", timeout=5).world_size == 1
+
+
+def test_a_group_of_somebody_else_is_used_and_left_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = init()
+    assert (world.rank, world.world_size, world.device.type) == (0, 1, "cpu")
+    assert init(backend="gloo") == world
+    with pytest.raises(StateError, match="timeout"):
+        init(timeout=5)
+    shutdown()
+    assert dist.is_initialized()
+
+
+def test_shutdown_does_not_end_a_group_that_replaced_ours() -> None:
+    init(device="cpu")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shutdown()
+    assert dist.is_initialized()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_set_variables_are_an_error_that_names_them(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in FULL.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(BadArgumentError, match=f"{missing} not\\..*torchrun") as raised:
+        init(device="cpu")
+    assert all(name in str(raised.value) for name in FULL)
+    assert not dist.is_initialized()
+
+
+def test_a_lone_local_rank_is_half_set_too() -> None:
+    with pytest.raises(BadArgumentError, match="LOCAL_RANK set, RANK, WORLD_SIZE"):
+        Launch.read({"LOCAL_RANK": "0"})
+
+
+def test_no_variables_are_no_launch() -> None:
+    assert Launch.read({"PATH": "/bin"}) is None
+
+
+def test_local_rank_is_the_rank_where_nothing_else_is_said() -> None:
+    assert Launch.read(FULL) == Launch(rank=1, local_rank=1, world_size=4)
+    assert Launch.read(FULL | {"LOCAL_RANK": "0"}) == Launch(rank=1, local_rank=0, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"RANK": "one"}, "RANK must be an integer of at least 0, got 'one'"),
+        ({"RANK": "-1"}, "RANK must be an integer of at least 0, got '-1'"),
+        ({"RANK": "4"}, "RANK is 4 but WORLD_SIZE is 4"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer of at least 1"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be an integer of at least 1, got ''"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be an integer"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be an integer"),
+    ],
+)
+def test_wrong_variables_are_named(change: dict[str, str], said: str) -> None:
+    with pytest.raises(BadArgumentError, match=said):
+        Launch.read(FULL | change)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"backend": "carrier-pigeon"}, BadArgumentError, "'carrier-pigeon'"),
+        ({"backend": "cpu:gloo,cuda:"}, BadArgumentError, "not part of this torch"),
+        ({"backend": 3}, BadTypeError, "backend must be a string"),
+        ({"device": "toaster"}, BadArgumentError, "'toaster'"),
+        ({"timeout": 0}, BadArgumentError, "must be positive"),
+        ({"timeout": timedelta(seconds=-1)}, BadArgumentError, "must be positive"),
+        ({"timeout": "5"}, BadTypeError, "timeout must be seconds"),
+        ({"timeout": True}, BadTypeError, "timeout must be seconds"),
+    ],
+)
+def test_bad_arguments_start_nothing(options: dict[str, object], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        init(**{"device": "cpu", **options})  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+    assert init(device="cpu").world_size == 1
+
+
+class _Accelerator:
+    """A machine with two devices of a kind, as `paceline.init` sees it; nothing is run on them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, vendor: str, available: bool = True) -> None:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        real = dist.get_default_backend_for_device
+        monkeypatch.setattr(
+            dist,
+            "get_default_backend_for_device",
+            lambda device: vendor if torch.device(device).type == "xpu" else real(device),
+        )
+        monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo" or available)
+
+
+def test_an_accelerator_is_chosen_by_local_rank_with_gloo_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Accelerator(monkeypatch, vendor="xccl")
+    choose = importlib.import_module("paceline.run.init")._device
+    assert choose(None, local_rank=1) == torch.device("xpu", 1)
+    assert choose("xpu:0", local_rank=1) == torch.device("xpu", 0)
+    assert choose("cpu", local_rank=1) == torch.device("cpu")
+    assert default_backend(torch.device("xpu", 1)) == "cpu:gloo,xpu:xccl"
+    with pytest.raises(BadArgumentError, match="local rank 2 needs xpu:2, but this host shows 2"):
+        choose(None, local_rank=2)
+    with pytest.raises(BadArgumentError, match="finds only xpu"):
+        choose("cuda", local_rank=0)
+
+
+def test_ranks_on_the_cpu_get_shared_memory_and_a_single_one_does_not() -> None:
+    assert default_backend(torch.device("cpu"), world_size=2) == "cpu:shm"
+    assert default_backend(torch.device("cpu")) == "gloo"
+
+
+def _init_with(rank: int, world_size: int, port: int, backend: str | None) -> tuple[str, str]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        world = init(device="cpu", backend=backend)
+        assert init() is world
+    value = torch.ones(3)
+    dist.all_reduce(value)
+    assert value.tolist() == [world_size] * 3
+    shutdown()
+    return world.backend, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend", "said"),
+    [
+        (None, "cpu:shm", "paceline: 2 ranks on one host, collectives through shared memory\n"),
+        ("gloo", "gloo", ""),
+        ("cpu:shm", "cpu:shm", ""),
+    ],
+)
+def test_what_carries_collectives_is_chosen_and_said_once(
+    ranks: Callable[..., list[tuple[str, str]]], asked: str | None, backend: str, said: str
+) -> None:
+    if kernel.reason_unavailable() is not None:
+        pytest.skip("the kernel of the shared-memory transport is not built here")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert ranks(_init_with, port, asked, backend=None) == [(backend, said), (backend, "")]
+
+
+def test_gloo_stands_in_for_a_vendor_backend_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Accelerator(monkeypatch, vendor="xccl", available=False)
+    assert default_backend(torch.device("xpu", 0)) == "gloo"
+
+
+def test_an_accelerator_without_a_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Accelerator(monkeypatch, vendor="gloo")
+    choose = importlib.import_module("paceline.run.init")._device
+    assert choose(None, local_rank=0) == torch.device("cpu")
