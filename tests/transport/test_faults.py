@@ -321,7 +321,7 @@ def test_left_the_group(ranks):
     assert loss is not None
     assert loss.error == "RankLostError"
     assert loss.lost == 1
-    assert "rank 1 has closed the group" in loss.message
+    assert "rank 1 closed the group" in loss.message
     assert loss.seconds < NOTICED_WITHIN_S
 
 

@@ -279,9 +279,9 @@ def _one_goes(rank, world_size, going, how):
     ("going", "how", "expected", "said"),
     [
         (3, "abort", "PeerFailedError", "rank 3 has aborted the group"),
-        (3, "shutdown", "RankLostError", "rank 3 has closed the group"),
+        (3, "shutdown", "RankLostError", "rank 3 closed the group"),
         # It is alone on its host, so that nobody there can tell of it.
-        (1, "shutdown", "RankLostError", "rank 1 has closed the group"),
+        (1, "shutdown", "RankLostError", "rank 1 closed the group"),
     ],
 )
 def test_a_rank_that_goes_is_named_on_every_host(hosts: Hosts, going: int, how: str, expected: str, said: str) -> None:

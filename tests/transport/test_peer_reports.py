@@ -57,7 +57,7 @@ def _leave(rank: int, size: int) -> tuple[Report | None, bool]:
         # That a rank has left does not end the wait, as another may have a better reason. So this asks again.
         while (heard := reports.find(0.01)) is None:
             pass
-        assert heard == Report(rank=10, why="lost", said="rank 10 has closed the group")
+        assert heard == Report(rank=10, why="lost", said="rank 10 closed the group")
         reports.close()
     return found, any(thread.is_alive() for thread in reports._listeners)
 
@@ -85,7 +85,7 @@ def _hand_on(rank: int, size: int) -> Report | None:
 
 
 def test_that_a_rank_has_left_alerts_others_once_somebody_needs_it(ranks: Ranks) -> None:
-    told = Report(rank=20, why="lost", said="rank 20 has closed the group")
+    told = Report(rank=20, why="lost", said="rank 20 closed the group")
     assert ranks(_hand_on, world_size=3) == [None, told, None]
 
 

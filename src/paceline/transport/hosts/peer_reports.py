@@ -139,7 +139,7 @@ class PeerReports:
     def close(self) -> None:
         """Say goodbye, and end the threads of this rank: they end with the goodbyes of others, or soon after."""
         me = self._names[self._rank]
-        self.tell(Report(rank=me, why="closed", said=f"rank {me} has closed the group"))
+        self.tell(Report(rank=me, why="closed", said=f"rank {me} closed the group"))
         deadline = time.monotonic() + _GOODBYE_S
         for thread in self._listeners:
             thread.ends_by(deadline)
