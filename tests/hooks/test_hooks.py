@@ -1,4 +1,4 @@
-"""Our comm hooks, on buckets made by hand and under DistributedDataParallel."""
+"""Our comm hooks, on buckets made by hand."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SHAPES = ((24, 16), (7,), (8, 4, 3, 3), (2, 2), ())
 
 
 class HandMadeBucket:
-    def __init__(self, index: int, parameters: list[Tensor], buffer: Tensor, *, last: bool) -> None:
-        self._index, self._parameters, self._buffer, self._last = index, parameters, buffer, last
+    def __init__(self, parameters: list[Tensor], buffer: Tensor, *, index: int = 0, of: int = 1) -> None:
+        self._parameters, self._buffer, self._index, self._of = parameters, buffer, index, of
 
     def index(self) -> int:
         return self._index
@@ -58,7 +58,7 @@ class HandMadeBucket:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
     def is_last(self) -> bool:
-        return self._last
+        return self._index == self._of - 1
 
 
 def _parameters(dtype: torch.dtype = torch.float32, shapes: tuple[Any, ...] = SHAPES) -> list[Tensor]:
@@ -66,16 +66,9 @@ def _parameters(dtype: torch.dtype = torch.float32, shapes: tuple[Any, ...] = SH
 
 
 def _buckets(parameters: list[list[Tensor]], *, scale: float = 1.0) -> list[HandMadeBucket]:
-    """One bucket a list of parameters, with random gradients."""
-    return [
-        HandMadeBucket(
-            i,
-            ps,
-            torch.randn(sum(p.numel() for p in ps), dtype=ps[0].dtype) * scale,
-            last=i == len(parameters) - 1,
-        )
-        for i, ps in enumerate(parameters)
-    ]
+    """One bucket for each list of parameters, with random gradients."""
+    buffers = [torch.randn(sum(p.numel() for p in ps), dtype=ps[0].dtype) * scale for ps in parameters]
+    return [HandMadeBucket(ps, buffers[i], index=i, of=len(buffers)) for i, ps in enumerate(parameters)]
 
 
 def _mean(tensor: Tensor) -> Tensor:
@@ -95,12 +88,10 @@ def _run(hook: Any, state: Any, buckets: list[HandMadeBucket]) -> list[Tensor]:
     return [future.wait() for future in futures]
 
 
-def _averages(
-    rank: int, world_size: int, name: str, dtype: torch.dtype, tol: float, scale: float, wrapped: bool
-) -> None:
+def _averages(rank: int, world_size: int, name: str, dtype: torch.dtype, tol: float, scale: float = 1.0) -> None:
     _seed(rank)
     hook = getattr(paceline.hooks, name)
-    if wrapped:
+    if name in ("fp16", "bf16"):
         hook = hook(paceline.hooks.allreduce)
     for state in (None, dist.group.WORLD):
         buckets = _buckets([_parameters(dtype) for _ in range(5)], scale=scale)
@@ -117,45 +108,38 @@ def _averages(
 EXACT, FP16, BF16 = 1e-6, 2e-3, 2e-2
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "dtype", "tol", "wrapped"),
+    ("name", "dtype", "tol"),
     [
-        ("allreduce", torch.float32, EXACT, False),
-        ("allreduce", torch.bfloat16, BF16, False),
-        ("allreduce", torch.complex64, EXACT, False),
-        ("fp16_compress", torch.float32, FP16, False),
-        ("fp16_compress", torch.float64, FP16, False),
-        ("fp16_compress", torch.complex64, FP16, False),
-        ("fp16_compress", torch.bfloat16, BF16, False),
-        ("bf16_compress", torch.float32, BF16, False),
-        ("bf16_compress", torch.float16, FP16, False),
-        ("fp16", torch.float32, FP16, True),
-        ("bf16", torch.float32, BF16, True),
-        ("bf16", torch.complex64, EXACT, True),
+        ("allreduce", torch.float32, EXACT),
+        ("allreduce", torch.bfloat16, BF16),
+        ("allreduce", torch.complex64, EXACT),
+        ("fp16_compress", torch.float32, FP16),
+        ("fp16_compress", torch.float64, FP16),
+        ("fp16_compress", torch.complex64, FP16),
+        ("fp16_compress", torch.bfloat16, BF16),
+        ("bf16_compress", torch.float32, BF16),
+        ("bf16_compress", torch.float16, FP16),
+        ("fp16", torch.float32, FP16),
+        ("bf16", torch.float32, BF16),
+        ("bf16", torch.complex64, EXACT),
     ],
 )
-def test_hooks_average(ranks, name, dtype, tol, wrapped):
-    ranks(_averages, name, dtype, tol, 1.0, wrapped)
+def test_hooks_average(ranks, name, dtype, tol, world_size):
+    ranks(_averages, name, dtype, tol, world_size=world_size)
 
 
-def test_three_ranks(ranks):
-    for name, tol in (("allreduce", EXACT), ("fp16_compress", FP16), ("bf16_compress", BF16)):
-        ranks(_averages, name, torch.float32, tol, 1.0, False, world_size=3)
+@pytest.mark.parametrize("scale", [1e30, 1e-30])
+def test_bf16_keeps_the_range_of_float32(ranks, scale):
+    ranks(_averages, "bf16_compress", torch.float32, BF16, scale)
 
 
-def test_bf16_keeps_the_range_of_float32(ranks):
-    ranks(_averages, "bf16_compress", torch.float32, BF16, 1e30, False)
-    ranks(_averages, "bf16_compress", torch.float32, BF16, 1e-30, False)
-
-
-def _near_the_end_of_fp16(rank: int, world_size: int) -> list[float]:
+@on_ranks()
+def test_fp16_divides_before_it_casts(rank, world_size):
     gradients = torch.tensor([60000.0, 90000.0, 100352.0 if rank == 0 else 0.0])
-    bucket = HandMadeBucket(0, [nn.Parameter(torch.zeros(3))], gradients, last=True)
-    return paceline.hooks.fp16_compress(None, bucket).wait().tolist()
-
-
-def test_fp16_divides_before_it_casts(ranks):
-    large, too_large, uneven = ranks(_near_the_end_of_fp16)[0]
+    bucket = HandMadeBucket([nn.Parameter(torch.zeros(3))], gradients)
+    large, too_large, uneven = paceline.hooks.fp16_compress(None, bucket).wait().tolist()
     assert large == 60000  # the sum alone would not fit
     assert uneven == 50176  # nor would what one rank holds
     assert too_large == float("inf")  # the average does not: never a wrong finite number
@@ -265,7 +249,6 @@ def test_hooks_that_take_a_group_get_the_wrapper_s(rank, world_size):
         # None is all ranks to it, which are not to talk over another group than the wrapper.
         seen.append(ddp._reducer.exchange._state)
     assert seen == [None, None, None, another]
-    dist.destroy_process_group(another)
 
 
 def test_wrong_states_are_refused(ranks):
@@ -311,102 +294,76 @@ def test_powersgd_loses_nothing(rank: int, world_size: int, wrapper: str | None)
                     assert torch.linalg.matrix_rank(g.reshape(g.size(0), -1), rtol=1e-4) == 2
 
 
-def _low_rank_gradients(rank: int, world_size: int) -> list[float]:
-    """Relative distance from the average of gradients that all have one column space of rank 2."""
+@on_ranks()
+def test_powersgd_is_exact_for_gradients_of_its_rank(rank: int, world_size: int) -> None:
     left = torch.randn(24, 2, dtype=torch.float64)  # the same on every rank
     _seed(rank)
-    parameter, state, distances = nn.Parameter(torch.zeros(24, 16)), PowerSGDState(rank=2, start_iter=0), []
+    parameter, state = nn.Parameter(torch.zeros(24, 16)), PowerSGDState(rank=2, start_iter=0)
     for _ in range(3):
-        bucket = HandMadeBucket(0, [parameter], (left @ torch.randn(2, 16).double()).flatten(), last=True)
+        bucket = HandMadeBucket([parameter], (left @ torch.randn(2, 16).double()).flatten())
         exact = _mean(bucket.buffer())
-        distances.append(((powersgd(state, bucket).wait() - exact).norm() / exact.norm()).item())
-    return distances
+        assert (powersgd(state, bucket).wait() - exact).norm() / exact.norm() < 1e-10
 
 
-def test_powersgd_is_exact_for_gradients_of_its_rank(ranks):
-    assert max(max(distances) for distances in ranks(_low_rank_gradients)) < 1e-10
-
-
-def _warm_start(rank: int, world_size: int, warm_start: bool) -> float:
-    """Distance from the best rank-1 approximation of a gradient that stays the same, after a few steps."""
+@pytest.mark.parametrize("warm_start", [True, False])
+@on_ranks()
+def test_warm_start_converges_to_the_best_approximation(rank: int, world_size: int, warm_start: bool) -> None:
+    """The gradient stays the same, and 1 is the distance of its best approximation of rank 1."""
     gradient = torch.randn(24, 16)
     u, s, v = torch.linalg.svd(gradient)
     best = (gradient - s[0] * u[:, :1] @ v[:1]).norm()
     state = PowerSGDState(start_iter=0, warm_start=warm_start, error_feedback=False)
     parameter = nn.Parameter(torch.zeros(24, 16))
     for _ in range(40):
-        bucket = HandMadeBucket(0, [parameter], gradient.flatten().clone(), last=True)
-        result = powersgd(state, bucket).wait()
-    return ((gradient - result.view(24, 16)).norm() / best).item()
+        result = powersgd(state, HandMadeBucket([parameter], gradient.flatten().clone())).wait()
+    distance = (gradient - result.view(24, 16)).norm() / best
+    assert (distance < 1.001) if warm_start else (distance > 1.01)
 
 
-def test_warm_start_converges_to_the_best_approximation(ranks):
-    assert max(ranks(_warm_start, True)) < 1.001
-    assert min(ranks(_warm_start, False)) > 1.01
-
-
-def _start_iter(rank: int, world_size: int) -> list[tuple[bool, float]]:
+@on_ranks()
+def test_start_iter_averages_plainly_first(rank: int, world_size: int) -> None:
     _seed(rank)
     parameters = [_parameters(), _parameters()]
-    state, seen = PowerSGDState(rank=1, start_iter=2), []
-    for _ in range(4):
+    state = PowerSGDState(rank=1, start_iter=2)
+    for step in range(4):
         buckets = _buckets(parameters)
         exact = [_mean(bucket.buffer()) for bucket in buckets]
         results = _run(powersgd, state, buckets)
         plain = all(torch.allclose(r.double(), e, atol=1e-6) for r, e in zip(results, exact, strict=True))
-        seen.append((plain, state.compression_rate))
+        assert plain == (step < 2)
+        # (24, 16) -> 40, (8, 36) -> 44, and 7 + 4 + 1 as they are.
+        rate = 1 if plain else (384 + 7 + 288 + 4 + 1) / (40 + 44 + 12)
+        assert state.compression_rate == pytest.approx(rate)
     assert state.iter == 4
-    return seen
 
 
-def test_start_iter_averages_plainly_first(ranks):
-    steps = ranks(_start_iter)[0]
-    assert [plain for plain, _ in steps] == [True, True, False, False]
-    assert [rate for _, rate in steps[:2]] == [1, 1]
-    # (24, 16) -> 40, (8, 36) -> 44, and 7 + 4 + 1 as they are.
-    assert steps[2][1] == pytest.approx((384 + 7 + 288 + 4 + 1) / (40 + 44 + 12))
-
-
-def _min_rate(rank: int, world_size: int, rate: float) -> float:
+# At 9, only (24, 16), which shrinks by 9.6, is compressed, and not (8, 36), which shrinks by 6.5.
+@pytest.mark.parametrize(("rate", "reached"), [(100.0, 1.0), (9.0, 684 / (40 + 300))])
+@on_ranks()
+def test_min_compression_rate(rank: int, world_size: int, rate: float, reached: float) -> None:
     state = PowerSGDState(start_iter=0, min_compression_rate=rate)
     _run(powersgd, state, _buckets([_parameters()]))
-    return state.compression_rate
+    assert state.compression_rate == pytest.approx(reached)
 
 
-def test_min_compression_rate(ranks):
-    assert ranks(_min_rate, 100.0) == [1.0, 1.0]
-    # Only (24, 16), which shrinks by 9.6, and not (8, 36), by 6.5.
-    assert ranks(_min_rate, 9.0) == [pytest.approx(684 / (40 + 300))] * 2
-
-
-def _rebuilt(rank: int, world_size: int) -> bool:
+@on_ranks()
+def test_memory_follows_parameters_when_buckets_are_rebuilt(rank: int, world_size: int) -> None:
     """The same gradients, in buckets that change between steps, give the same results."""
     outcomes = []
-    for rebuild in (False, True):
+    for rebuilt in ([[0, 1, 2]], [[2], [0, 1]]):
         _seed(rank)
         parameters, state = _parameters(shapes=((24, 16), (16, 24), (24, 16))), PowerSGDState(start_iter=0)
-        for step in range(3):
+        for split in ([[0, 1, 2]], rebuilt, rebuilt):
             gradients = [torch.randn(p.shape) for p in parameters]
-            order = [2, 0, 1] if rebuild and step > 0 else [0, 1, 2]
-            split = [order[:1], order[1:]] if rebuild and step > 0 else [order]
+            buffers = [torch.cat([gradients[k].flatten() for k in ks]) for ks in split]
             buckets = [
-                HandMadeBucket(
-                    i,
-                    [parameters[k] for k in ks],
-                    torch.cat([gradients[k].flatten() for k in ks]),
-                    last=i == len(split) - 1,
-                )
+                HandMadeBucket([parameters[k] for k in ks], buffers[i], index=i, of=len(split))
                 for i, ks in enumerate(split)
             ]
             _run(powersgd, state, buckets)
-        outcomes.append(
-            {id_: g for b, ks in zip(buckets, split, strict=True) for id_, g in zip(ks, b.gradients(), strict=True)}
-        )
-    return all(torch.allclose(outcomes[0][k], outcomes[1][k], atol=1e-5) for k in range(3))
-
-
-def test_memory_follows_parameters_when_buckets_are_rebuilt(ranks):
-    assert ranks(_rebuilt) == [True, True]
+        results = [gradient for bucket in buckets for gradient in bucket.gradients()]
+        outcomes.append(dict(zip([k for ks in rebuilt for k in ks], results, strict=True)))
+    assert all(torch.allclose(outcomes[0][k], outcomes[1][k], atol=1e-5) for k in range(3))
 
 
 @on_ranks()
@@ -420,7 +377,7 @@ def test_powersgd_on_channels_last(rank: int, world_size: int) -> None:
 
     parameter = nn.Parameter(torch.zeros(8, 4, 3, 3).contiguous(memory_format=torch.channels_last))
     state = PowerSGDState(start_iter=0)
-    bucket = Strided(0, [parameter], torch.randn(288), last=True)
+    bucket = Strided([parameter], torch.randn(288))
     exact = _mean(bucket.gradients()[0])
     powersgd(state, bucket).wait()
     got = bucket.gradients()[0] + _mean(state.memory(parameter).error.view(8, 4, 3, 3))
@@ -523,11 +480,6 @@ def test_powersgd_leaves_the_random_generator_alone(rank: int, world_size: int) 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_exported_names():
-    assert sorted(paceline.hooks.__all__) == list(paceline.hooks.__all__)
-    assert all(hasattr(paceline.hooks, name) for name in paceline.hooks.__all__)
-
-
 # In the place of torch's hooks
 
 
@@ -582,13 +534,14 @@ def test_torchs_batched_powersgd(rank: int, world_size: int, warm_start: bool) -
 
 
 def test_other_hooks_stand_for_themselves():
-    for hook in (default_hooks.allreduce_hook, powerSGD_hook.powerSGD_hook, powersgd, _sparse):
+    for hook in (default_hooks.allreduce_hook, powerSGD_hook.powerSGD_hook, powersgd, _run):
         assert resolve(hook) is hook
         partial = functools.partial(hook)
         assert resolve(partial) is partial
 
 
-def _sparse(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_sparse_gradients_travel_as_they_are(rank: int, world_size: int) -> None:
     gradient = torch.sparse_coo_tensor([[rank, 2]], torch.ones(2, 4), (5, 4), check_invariants=True)
     want = torch.zeros(5, 4)
     want[[0, 1]] = 0.5
@@ -597,105 +550,6 @@ def _sparse(rank: int, world_size: int) -> None:
     for name in ("allreduce", "fp16_compress", "bf16_compress", "powersgd"):
         hook = getattr(paceline.hooks, name)
         for each in (hook, paceline.hooks.bf16(hook)):
-            parameter = nn.Parameter(torch.zeros(5, 4))
-            bucket = HandMadeBucket(0, [parameter], gradient.clone(), last=True)
+            bucket = HandMadeBucket([nn.Parameter(torch.zeros(5, 4))], gradient.clone())
             result = each(states.get(name), bucket).wait()
             assert torch.equal(result.to_dense(), want), name
-
-
-def test_sparse_gradients_travel_as_they_are(ranks):
-    ranks(_sparse)
-
-
-# Under DistributedDataParallel
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 4))
-
-
-def _gradients(rank: int, hook: Any, state: Any, steps: int) -> tuple[list[Tensor], int]:
-    model = _model()
-    ddp = paceline.DistributedDataParallel(model, bucket_cap_mb=0.01)
-    if hook is not None:
-        ddp.register_comm_hook(state, hook)
-    for step in range(steps):
-        torch.manual_seed(10 * step + rank)
-        ddp.zero_grad()
-        ddp(torch.randn(4, 2, 8, 8)).square().mean().backward()
-    return [p.grad.clone() for p in model.parameters()], ddp.stats()["buckets"]
-
-
-@pytest.mark.parametrize(
-    ("name", "tol"),
-    [
-        ("allreduce", 1e-6),
-        ("fp16_compress", 1e-3),
-        ("bf16_compress", 5e-3),
-        ("partial", 5e-3),
-        ("fp16(allreduce)", 1e-3),
-        ("powersgd", 1e-5),
-        ("torch allreduce", 1e-6),
-        ("torch bf16", 1e-2),
-        ("torch fp16(allreduce)", 1e-3),
-        ("torch powerSGD", 1e-5),
-        ("torch quantization", 0.3),
-    ],
-)
-@on_ranks()
-def test_gradients_under_ddp(rank: int, world_size: int, name: str, tol: float) -> None:
-    hooks = {
-        "allreduce": (paceline.hooks.allreduce, None),
-        "fp16_compress": (paceline.hooks.fp16_compress, None),
-        "bf16_compress": (paceline.hooks.bf16_compress, dist.group.WORLD),
-        "partial": (functools.partial(paceline.hooks.bf16_compress), None),
-        "fp16(allreduce)": (paceline.hooks.fp16(paceline.hooks.allreduce), None),
-        # Of full rank, PowerSGD delivers everything.
-        "powersgd": (powersgd, PowerSGDState(rank=999, start_iter=0, min_compression_rate=0.1)),
-        "torch allreduce": (default_hooks.allreduce_hook, None),
-        "torch bf16": (default_hooks.bf16_compress_hook, None),
-        "torch fp16(allreduce)": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), None),
-        "torch powerSGD": (
-            powerSGD_hook.powerSGD_hook,
-            powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1e9),
-        ),
-        "torch quantization": (quantization_hooks.quantization_pertensor_hook, None),
-    }
-    plain, _ = _gradients(rank, None, None, 4)
-    hooked, buckets = _gradients(rank, *hooks[name], 4)
-    assert buckets > 1
-    for got, want in zip(hooked, plain, strict=True):
-        assert got.dtype == want.dtype
-        assert ((got - want).norm() / want.norm()).item() <= tol
-
-
-@on_ranks()
-def test_torchs_powersgd_keeps_its_order(rank: int, world_size: int) -> None:
-    """torch's PowerSGD really compressing several buckets: it starts collectives in callbacks."""
-    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
-    hooked, buckets = _gradients(rank, powerSGD_hook.powerSGD_hook, state, 6)
-    assert buckets > 1
-    assert state.total_numel_after_compression < state.total_numel_before_compression
-    assert all(torch.equal(_mean(g).float(), g) for g in hooked), "ranks got different gradients"
-
-
-def _learns(rank: int, world_size: int, hooked: bool) -> float:
-    model = _model()
-    ddp = paceline.DistributedDataParallel(model, bucket_cap_mb=0.01)
-    if hooked:
-        ddp.register_comm_hook(PowerSGDState(rank=2, start_iter=2), paceline.hooks.bf16(powersgd))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    torch.manual_seed(5)
-    x, y = torch.randn(8, 2, 8, 8), torch.randn(8, 4)
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(ddp(x[rank::world_size]), y[rank::world_size])
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
-def test_training_with_powersgd_learns_as_without(ranks):
-    plain, compressed = sum(ranks(_learns, False)), sum(ranks(_learns, True))
-    assert compressed < 1.1 * plain
