@@ -161,13 +161,11 @@ def test_train_and_eval_reach_the_module(rank, world_size):
 
 @on_ranks(world_size=1)
 def test_to_kwargs(rank, world_size):
-    """``to_kwargs`` and ``scatter`` do for the CPU what torch's do."""
-    results = []
-    for wrapper in (StockDDP, DDP):
-        ddp = wrapper(nn.Linear(2, 2))
-        inputs, kwargs = ddp.to_kwargs((torch.ones(2), [torch.zeros(1)]), {"k": torch.zeros(3)}, 0)
-        results.append((inputs, kwargs))
-    stock, ours = results
+    """``to_kwargs`` does for the CPU what torch's does."""
+    stock, ours = (
+        wrapper(nn.Linear(2, 2)).to_kwargs((torch.ones(2), [torch.zeros(1)]), {"k": torch.zeros(3)}, 0)
+        for wrapper in (StockDDP, DDP)
+    )
     torch.testing.assert_close(ours, stock)
     assert [type(part) for part in ours] == [type(part) for part in stock]
 
