@@ -174,7 +174,7 @@ def test_what_an_earlier_forward_saved_is_not_overwritten(rank, world_size, how)
         if how == "reassign":
             model.scale = torch.full((4,), 2.0)
         else:
-            # In place would be the user's own error on rank 0; through a fresh tensor it is not.
+            # A change in place would be the user's own error on rank 0; a new tensor is none.
             model._buffers["scale"] = model.scale + 1
     second = ddp(batch(rank, 1))
     assert torch.equal(model.scale, torch.full((4,), 2.0))
@@ -252,7 +252,7 @@ def test_buffer_comm_hook(rank, world_size, hook, location):
     assert seen == [["calls", "hidden", "mean", "seen"]]
     # Before forward: 1 + 2, and then forward counts one. After forward: (1 + 1) + (2 + 1).
     assert model.calls.item() == (4 if Location.PRE_FORWARD in location else 5)
-    # The hook is instead of the broadcast.
+    # The hook takes the place of the broadcast.
     first, second = _gathered(model.mean)
     assert not torch.equal(first, second)
 
@@ -318,7 +318,7 @@ def test_a_buffer_in_two_modules_stays_one_buffer(rank, world_size):
     for step in range(3):
         outputs = [ddp(batch(rank).float(), by) for _ in range(2)]
         assert model.left.count is model.right.count
-        # Rank 0's, from before each forward, and what the last forward added.
+        # It is rank 0's from before each forward, and what the last forward added.
         assert torch.equal(model.left.count, torch.full((4,), 2 * step + 1 + by))
         (outputs[0] + outputs[1]).sum().backward()
         ddp.zero_grad()

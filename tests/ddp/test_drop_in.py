@@ -30,6 +30,7 @@ def _square(model, rank, i=0):
 # -- the constructor -----------------------------------------------------------------------------------------
 
 
+@ours_only
 def test_constructor_signature_is_torch_s_to_the_letter():
     ours, stock = inspect.signature(DDP.__init__), inspect.signature(StockDDP.__init__)
     # What is new comes after all of torch's, and only by name.
@@ -88,7 +89,7 @@ def test_state_dict_prefix_and_loading(rank, world_size):
     ddp = DDP(model)
     names = list(ddp.state_dict())
     assert names == [f"module.{name}" for name in model.state_dict()]
-    # Into another wrapper, into the bare module, and back.
+    # It can be loaded into another wrapper, into the bare module, and back.
     other = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     ddp(batch(rank).float()).sum().backward()
     other.load_state_dict(ddp.state_dict())
@@ -142,7 +143,7 @@ def test_deepcopy(rank, world_size):
         assert p.data_ptr() != q.data_ptr()
         assert torch.equal(p.grad, q.grad)
         assert p.grad.data_ptr() != q.grad.data_ptr()
-    # The inner module by itself, too.
+    # The inner module can be copied by itself, too.
     lone = copy.deepcopy(ddp.module)
     lone(batch(rank).float()).sum().backward()
 
@@ -255,7 +256,7 @@ def _main_and_more(out):
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=ours_only if k == "frozen_dataclass" else ()) for k in MAKERS])
 @on_ranks()
 def test_nested_outputs(rank, world_size, kind, options, with_more):
-    """Outputs of any form, of which the loss may leave one out."""
+    """Outputs may have any form, and the loss may leave one of them out."""
 
     def step(model, r, i):
         out = model(batch(r, i))

@@ -92,7 +92,7 @@ def test_training_goes_on_after_join(rank, world_size):
         ddp.zero_grad()
         ddp(batch(rank, i)).square().mean().backward()
         assert_in_sync(model)
-    # And a second time.
+    # A second join works as the first one did.
     with ddp.join():
         for i in range(COUNTS[1 - rank]):
             ddp(batch(rank, i)).sum().backward()
@@ -242,7 +242,7 @@ def test_join_of_two_models(rank, world_size):
         for i in range(COUNTS[rank]):
             a.zero_grad()
             b.zero_grad()
-            # Each model's collectives in one piece and in the order of the list, as Join asks for.
+            # Join asks for each model's collectives in one piece, and in the order of the list.
             a(batch(rank, i)).square().mean().backward()
             b(batch(rank, i)[:, :2]).square().mean().backward()
             with torch.no_grad():
@@ -256,7 +256,7 @@ def test_join_of_two_models(rank, world_size):
 @on_ranks()
 def test_join_with_a_zero_optimizer(rank, world_size):
     torch.set_default_dtype(torch.float64)
-    # With views, so that a rank that has run out sees the gradients its share of the optimizer needs.
+    # A rank that has run out needs the views to see the gradients for its share of the optimizer.
     model, ddp, reference = _start({"gradient_as_bucket_view": True})
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     with Join([ddp, zero]):

@@ -234,7 +234,7 @@ def _other_precision(rank, world_size, precisions):
     model = nn.Linear(4, 2)
     with pytest.raises(ParameterMismatchError, match="option mixed_precision") as caught:
         DDP(model, mixed_precision=precisions[rank])
-    # Refused before anything was done to the module.
+    # It was refused before anything was done to the module.
     assert model(batch(rank).float()).dtype == torch.float32
     return str(caught.value)
 

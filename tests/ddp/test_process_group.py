@@ -153,7 +153,7 @@ def test_remove_autograd_hooks(rank, world_size):
 
 @on_ranks()
 def test_reducer_is_finalized_after_backward_and_not_during_it(rank, world_size):
-    """Asked after each backward, and from inside one, before the last gradient."""
+    """The reducer is asked after each backward, and from inside one, before the last gradient."""
     ddp = DDP(_seeded())
     ddp(batch(rank).float()).sum().backward()
     ddp._check_reducer_finalized()
@@ -255,7 +255,7 @@ def test_inside_ddp_forward(rank, world_size):
     with ddp._inside_ddp_forward():
         assert DDP._get_active_ddp_module() is ddp
     assert DDP._get_active_ddp_module() is None
-    # Whether it is set during forward depends on the compiler being configured for it; never another's.
+    # With torch's class, whether it is set during forward depends on how the compiler is configured.
     assert all(active in (None, ddp) for active in model.active)
 
 

@@ -156,7 +156,7 @@ def _mismatch(rank, world_size, kind, odd_rank):
     ) as caught:
         DDP(net)
     assert kind != "shape" or "[4, 5]" in str(caught.value), "the differing shape is shown"
-    # Before any tensor collective: nothing was written, the group is in step, and another wrap works.
+    # It came before any tensor collective: nothing was written, the group is in step, and another wrap works.
     for (name, p), q in zip(net.named_parameters(), before.parameters(), strict=True):
         assert torch.equal(p, q), name
     _wrap_one(rank, world_size)
@@ -384,7 +384,7 @@ def _late_over_a_file(rank, world_size, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     torch.manual_seed(rank)
     model = nn.Linear(4, 2)
-    # From here on, what the ranks are apart is what follows, not what each had to import.
+    # From here on, only what follows keeps the ranks apart, and not what each had to import.
     dist.barrier()
     if rank == 1:
         # A rank that loads its data is this late. It is two seconds since a file store counts whole ones.

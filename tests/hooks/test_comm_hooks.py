@@ -120,7 +120,7 @@ def test_what_a_hook_sees(rank, world_size, options):
         for gradient, parameter in zip(gradients, parameters, strict=True):
             assert gradient.shape == parameter.shape
             assert any(parameter is p for p in model.parameters())
-            # A view: what is written to it is what travels.
+            # It is a view: what is written to it is what travels.
             assert gradient.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         assert sum(g.numel() for g in gradients) == buffer.numel()
         record.append((bucket.index(), bucket.is_last(), [id(p) for p in parameters]))

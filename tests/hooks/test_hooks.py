@@ -134,7 +134,7 @@ def test_which_hooks_overlap():
         assert not overlaps(chained)
         assert not overlaps(paceline.hooks.bf16(chained))
         assert not overlaps(functools.partial(chained))
-    # A closure: what is inside is not known.
+    # This is a closure, and what is inside is not known.
     assert not overlaps(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook))
 
     def mine(state: Any, bucket: Any) -> None: ...
@@ -166,7 +166,7 @@ def test_what_hooks_take_is_seen_through_what_is_around_them():
     counting = Mock(wraps=mine)
     for hook in (mine, adapted, counting, default_hooks.fp16_compress_wrapper(mine), functools.partial(mine)):
         check_hook(hook)
-        # None is theirs to understand.
+        # What None means is up to them.
         assert not takes_group(hook)
         assert not overlaps(hook)
     with pytest.raises(TypeError, match="cannot be"):
@@ -192,7 +192,7 @@ def test_hooks_that_take_a_group_get_the_wrapper_s(rank, world_size):
         ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(mine))
         ddp(torch.ones(1, 2)).sum().backward()
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        # None is all ranks to it, which are not to talk over another group than the wrapper.
+        # To it, None means all ranks; but it is not to use another group than the wrapper does.
         seen.append(ddp._reducer.exchange._state)
     assert seen == [None, None, None, another]
 

@@ -42,9 +42,9 @@ def _weights(rank, ddp, optimizer=None, steps=4):
 
 
 def _closely(rank, world_size, register, rtol):
-    """Train beside the reference; gradients within ``rtol`` of the largest, and alike on all ranks.
+    """Train beside the reference: gradients are within ``rtol`` of the largest, and alike on all ranks.
 
-    The buckets are several, so that their collectives overlap if the hook lets them. Hooks expect float32.
+    There are several buckets, so that their collectives overlap if the hook lets them. Hooks expect float32.
     """
     model = mlp()
     reference = copy.deepcopy(model)
@@ -133,7 +133,7 @@ def test_a_hook_is_near_the_mean(rank, world_size, name):
     _closely(rank, world_size, lambda ddp: ddp.register_comm_hook(*make()), rtol)
 
 
-# What starts to compress after two steps, or never.
+# These hooks start to compress after two steps, or never.
 LOSSY_HOOKS = {
     "ours powersgd": lambda: (hooks.PowerSGDState(rank=2, start_iter=2), hooks.bf16(hooks.powersgd)),
     # With torch's class this is an AssertionError in torch's hook, on any device.
@@ -323,7 +323,7 @@ def test_hook_state_can_be_saved(rank, world_size):
     def train(model, state):
         ddp = hooked(powerSGD_hook.powerSGD_hook, state)(model)
         _weights(rank, ddp, torch.optim.SGD(model.parameters(), lr=0.05))
-        # Where torch's class keeps what was registered.
+        # This is where torch's class keeps what was registered.
         return ddp._comm_hooks[0][1]
 
     model = mlp()
@@ -336,6 +336,6 @@ def test_hook_state_can_be_saved(rank, world_size):
     assert state.error_dict
     for index, error in state.error_dict.items():
         assert torch.equal(saved.error_dict[index], error)
-    # Not bit-equal to a run that never stopped: a new wrapper starts with buckets in registration order.
+    # Weights are not those of a run that never stopped: a new wrapper starts with buckets in registration order.
     assert train(model, saved).iter == 8
     assert_in_sync(model)
