@@ -54,31 +54,17 @@ def test_rank_0_buffers_are_broadcast_before_forward(rank, world_size, options):
     assert torch.equal(model.hidden, torch.full((3,), 5.0))
 
 
-def _not_synced(rank, world_size, options, warns):
-    torch.manual_seed(rank)
+@pytest.mark.parametrize("option", ["forward_sync_buffers", "broadcast_buffers"])
+@on_ranks(allow_warnings=(("`?broadcast_buffers", FutureWarning),))
+def test_buffers_that_are_not_synchronised(rank, world_size, option):
     model = _Counter()
-    with torch.no_grad():
-        model.mean.fill_(rank + 1.0)
-    if warns:
-        with pytest.warns(FutureWarning, match="broadcast_buffers"):
-            ddp = DDP(model, **options)
-    else:
-        ddp = DDP(model, **options)
+    model.mean.fill_(rank + 1.0)
+    ddp = DDP(model, **{option: False})
     # At the start they are synchronised all the same, except with the deprecated flag.
-    assert torch.equal(model.mean, torch.full((4,), rank + 1.0 if warns else 1.0))
-    with torch.no_grad():
-        model.mean.fill_(rank + 1.0)
+    assert torch.equal(model.mean, torch.full((4,), rank + 1.0 if option == "broadcast_buffers" else 1.0))
+    model.mean.fill_(rank + 1.0)
     ddp(batch(rank).float()).sum().backward()
-    expected = (rank + 1.0) * 0.5 + 0.5 * batch(rank).float().mean(0)
-    torch.testing.assert_close(model.mean, expected)
-
-
-def test_forward_sync_buffers_off(ranks):
-    ranks(_not_synced, {"forward_sync_buffers": False}, False)
-
-
-def test_broadcast_buffers_off_is_deprecated(ranks):
-    ranks(_not_synced, {"broadcast_buffers": False}, True)
+    torch.testing.assert_close(model.mean, (rank + 1.0) * 0.5 + 0.5 * batch(rank).float().mean(0))
 
 
 @on_ranks()
@@ -147,7 +133,10 @@ def _simulated(world_size, forwards):
     return grads, [_buffers(replica) for replica in replicas]
 
 
-def _gan(rank, world_size, forwards, options):
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+@on_ranks()
+def test_batchnorm_with_several_forwards_and_one_backward(rank, world_size, forwards, options):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = _bn()
@@ -160,16 +149,6 @@ def _gan(rank, world_size, forwards, options):
     for name, value in model.named_buffers():
         torch.testing.assert_close(value, buffers[rank][name])
     assert_in_sync(model)
-
-
-def test_batchnorm_one_forward(ranks):
-    ranks(_gan, 1, {})
-
-
-@pytest.mark.parametrize("forwards", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_batchnorm_several_forwards_and_one_backward(ranks, forwards, options):
-    ranks(_gan, forwards, options)
 
 
 class _SavesBuffer(nn.Module):
@@ -195,7 +174,7 @@ def test_what_an_earlier_forward_saved_is_not_overwritten(rank, world_size, how)
         if how == "reassign":
             model.scale = torch.full((4,), 2.0)
         else:
-            # In place would be the user's own error on rank 0; through a fresh tensor it is not.
+            # A change in place would be the user's own error on rank 0; a new tensor is none.
             model._buffers["scale"] = model.scale + 1
     second = ddp(batch(rank, 1))
     assert torch.equal(model.scale, torch.full((4,), 2.0))
@@ -217,9 +196,10 @@ def test_a_held_buffer_stays_the_module_s_buffer(rank, world_size):
     assert model.state_dict()["calls"].item() == 3
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("held", [False, True])
 @on_ranks()
-def test_inference_mode_before_training(rank, world_size, held):
+def test_evaluation_between_steps(rank, world_size, held, mode):
     """Tensors made in inference mode cannot be written later: none of them may stay behind."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -227,32 +207,14 @@ def test_inference_mode_before_training(rank, world_size, held):
     ddp = DDP(model)
     # With a forward that waits for its backward, buffers are replaced and not overwritten.
     output = ddp(batch(rank)) if held else None
-    ddp.eval()
-    with torch.inference_mode():
-        ddp(batch(rank, 20))
-    ddp.train()
     for i in range(2):
+        ddp.eval()
+        with mode():
+            ddp(batch(rank, 20))
+        ddp.train()
         (ddp(batch(rank, i)) if output is None else output).square().mean().backward()
         output = None
     assert not any(buffer.is_inference() for buffer in model.buffers())
-    assert_in_sync(model)
-
-
-@on_ranks()
-def test_evaluation_between_steps(rank, world_size):
-    """A forward in inference or no_grad mode between training forwards does no harm."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    model = _bn()
-    ddp = DDP(model)
-    for i in range(3):
-        loss = ddp(batch(rank, i)).square().mean()
-        loss.backward()
-        ddp.zero_grad()
-        ddp.eval()
-        with torch.no_grad():
-            ddp(batch(rank, 20 + i))
-        ddp.train()
     assert_in_sync(model)
 
 
@@ -261,9 +223,7 @@ def test_evaluation_between_steps(rank, world_size):
 
 def _sum_hook(state, named_buffers):
     state.append(sorted(named_buffers))
-    for name, buffer in named_buffers.items():
-        if name == "calls":
-            dist.all_reduce(buffer)
+    dist.all_reduce(named_buffers["calls"])
 
 
 def _async_sum_hook(state, named_buffers):
@@ -271,58 +231,38 @@ def _async_sum_hook(state, named_buffers):
     return [dist.all_reduce(named_buffers["calls"], async_op=True).get_future()]
 
 
-def _buffer_hook(rank, world_size, location, asynchronous):
-    torch.manual_seed(0)
+@pytest.mark.parametrize(
+    ("hook", "location"),
+    [
+        (_sum_hook, (Location.PRE_FORWARD,)),
+        (_sum_hook, (Location.POST_FORWARD,)),
+        # A hook that runs before forward must be done when forward starts; after forward is the default.
+        (_async_sum_hook, ()),
+    ],
+    ids=["before", "after", "asynchronous"],
+)
+@on_ranks()
+def test_buffer_comm_hook(rank, world_size, hook, location):
     model = _Counter()
     ddp = DDP(model)
     seen = []
-    ddp._register_buffer_comm_hook(seen, _async_sum_hook if asynchronous else _sum_hook, location)
-    with torch.no_grad():
-        model.calls.fill_(rank + 1)
+    ddp._register_buffer_comm_hook(seen, hook, *location)
+    model.calls.fill_(rank + 1)
     ddp(batch(rank).float()).sum().backward()
     assert seen == [["calls", "hidden", "mean", "seen"]]
     # Before forward: 1 + 2, and then forward counts one. After forward: (1 + 1) + (2 + 1).
-    assert model.calls.item() == (4 if location is Location.PRE_FORWARD else 5)
-    # The hook is instead of the broadcast.
+    assert model.calls.item() == (4 if Location.PRE_FORWARD in location else 5)
+    # The hook takes the place of the broadcast.
     first, second = _gathered(model.mean)
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("location", [Location.PRE_FORWARD, Location.POST_FORWARD], ids=["pre", "post"])
-def test_buffer_comm_hook(ranks, location, asynchronous):
-    if asynchronous and location is Location.PRE_FORWARD:
-        pytest.skip("a hook that runs before forward must be done when forward starts")
-    ranks(_buffer_hook, location, asynchronous)
-
-
 @on_ranks()
-def test_buffer_comm_hook_runs_after_forward_by_default(rank, world_size):
-    torch.manual_seed(0)
-    model = _Counter()
-    ddp = DDP(model)
-    ddp._register_buffer_comm_hook([], _sum_hook)
-    ddp(batch(rank).float()).sum().backward()
-    assert model.calls.item() == 2
-
-
-@on_ranks()
-def test_a_buffer_added_after_wrapping_is_broadcast(rank, world_size):
-    """Buffers added after wrapping are broadcast as well."""
-    torch.manual_seed(0)
+def test_buffers_that_change_between_forwards(rank, world_size):
+    """A buffer is added or removed between forwards, or renamed, or gets another shape and dtype in place."""
     model = _Counter()
     ddp = DDP(model)
     model.linear.register_buffer("late", torch.full((2,), float(rank)))
-    ddp(batch(rank).float()).sum().backward()
-    assert torch.equal(model.linear.late, torch.zeros(2))
-
-
-@on_ranks()
-def test_buffers_that_change_between_forwards(rank, world_size):
-    """Between forwards a buffer is removed, one is renamed, and one gets another shape and dtype in place."""
-    torch.manual_seed(0)
-    model = _Counter()
-    ddp = DDP(model)
     x = batch(rank).float()
     for turn in range(3):
         if turn == 1:
@@ -335,24 +275,21 @@ def test_buffers_that_change_between_forwards(rank, world_size):
             buffer.fill_(10 * turn + rank)
         ddp(x).sum().backward()
         assert torch.equal(buffer, torch.full_like(buffer, 10 * turn)), (turn, buffer)
+        assert torch.equal(model.linear.late, torch.zeros(2))
     assert (model.told.shape, model.told.dtype) == ((2, 5), torch.float64)
 
 
-def _replaced_norm(rank, world_size):
+@ours_only
+@on_ranks()
+def test_a_norm_that_replaced_another_is_synchronised(rank, world_size):
     model = _bn()
     ddp = DDP(model)
     ddp(batch(rank).float()).sum().backward()
-    at = next(i for i, part in enumerate(model) if isinstance(part, nn.BatchNorm1d))
-    model[at] = nn.BatchNorm1d(model[at].num_features).eval()
-    model[at].running_mean.fill_(rank + 5.0)
+    model[1] = nn.BatchNorm1d(4).eval()
+    model[1].running_mean.fill_(rank + 5.0)
     ddp(batch(rank).float()).sum().backward()
     ddp(batch(rank).float())
-    return model[at].running_mean.unique().tolist()
-
-
-@ours_only
-def test_a_norm_that_replaced_another_is_synchronised(ranks):
-    assert ranks(_replaced_norm) == [[5.0], [5.0]]
+    assert model[1].running_mean.unique().tolist() == [5.0]
 
 
 class _TwoHolders(nn.Module):
@@ -381,7 +318,7 @@ def test_a_buffer_in_two_modules_stays_one_buffer(rank, world_size):
     for step in range(3):
         outputs = [ddp(batch(rank).float(), by) for _ in range(2)]
         assert model.left.count is model.right.count
-        # Rank 0's, from before each forward, and what the last forward added.
+        # It is rank 0's from before each forward, and what the last forward added.
         assert torch.equal(model.left.count, torch.full((4,), 2 * step + 1 + by))
         (outputs[0] + outputs[1]).sum().backward()
         ddp.zero_grad()

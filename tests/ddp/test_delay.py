@@ -18,7 +18,7 @@ def _mlp():
 @pytest.mark.parametrize(
     "which",
     [
-        # Ready before the parameter that is hooked, which itself is not delayed: what torch's class can do.
+        # These are ready before the parameter that is hooked, which is not delayed. torch's class can do only this.
         "2.",
         pytest.param("0.", marks=ours_only),
         pytest.param("all", marks=ours_only),

@@ -30,6 +30,7 @@ def _square(model, rank, i=0):
 # -- the constructor -----------------------------------------------------------------------------------------
 
 
+@ours_only
 def test_constructor_signature_is_torch_s_to_the_letter():
     ours, stock = inspect.signature(DDP.__init__), inspect.signature(StockDDP.__init__)
     # What is new comes after all of torch's, and only by name.
@@ -69,23 +70,11 @@ def test_method_signature_is_torch_s(name):
         assert getattr(default, "name", default) == getattr(parameter.default, "name", parameter.default)
 
 
+@pytest.mark.parametrize("option", ["check_reduction", "broadcast_buffers"])
 @on_ranks()
-def test_positional_arguments(rank, world_size):
-    """All that can be passed by position, as old code does."""
-    ddp = DDP(_mlp(), None, None, 0)
-    ddp(batch(rank).float()).sum().backward()
-    assert_in_sync(ddp.module)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"check_reduction": True}, "check_reduction"), ({"broadcast_buffers": True}, "broadcast_buffers")],
-    ids=["check_reduction", "broadcast_buffers"],
-)
-@on_ranks()
-def test_deprecated_arguments_warn_and_work(rank, world_size, options, message):
-    with pytest.warns(FutureWarning, match=message):
-        ddp = DDP(_mlp(), **options)
+def test_deprecated_arguments_warn_and_work(rank, world_size, option):
+    with pytest.warns(FutureWarning, match=option):
+        ddp = DDP(_mlp(), **{option: True})
     ddp(batch(rank).float()).sum().backward()
     assert_in_sync(ddp.module)
 
@@ -100,7 +89,7 @@ def test_state_dict_prefix_and_loading(rank, world_size):
     ddp = DDP(model)
     names = list(ddp.state_dict())
     assert names == [f"module.{name}" for name in model.state_dict()]
-    # Into another wrapper, into the bare module, and back.
+    # It can be loaded into another wrapper, into the bare module, and back.
     other = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     ddp(batch(rank).float()).sum().backward()
     other.load_state_dict(ddp.state_dict())
@@ -114,15 +103,6 @@ def test_state_dict_prefix_and_loading(rank, world_size):
     ddp.load_state_dict(torch.load(file, weights_only=True))
     ddp(batch(rank).float()).sum().backward()
     assert_in_sync(model)
-
-
-@on_ranks(world_size=1)
-def test_names_of_parameters_and_modules(rank, world_size):
-    ddp = DDP(_mlp())
-    assert next(name for name, _ in ddp.named_parameters()) == "module.0.weight"
-    assert [name for name, _ in ddp.named_modules()][:2] == ["", "module"]
-    assert len(list(ddp.children())) == 1
-    assert "(module): Sequential" in repr(ddp)
 
 
 @on_ranks()
@@ -163,7 +143,7 @@ def test_deepcopy(rank, world_size):
         assert p.data_ptr() != q.data_ptr()
         assert torch.equal(p.grad, q.grad)
         assert p.grad.data_ptr() != q.grad.data_ptr()
-    # The inner module by itself, too.
+    # The inner module can be copied by itself, too.
     lone = copy.deepcopy(ddp.module)
     lone(batch(rank).float()).sum().backward()
 
@@ -182,13 +162,11 @@ def test_train_and_eval_reach_the_module(rank, world_size):
 
 @on_ranks(world_size=1)
 def test_to_kwargs(rank, world_size):
-    """``to_kwargs`` and ``scatter`` do for the CPU what torch's do."""
-    results = []
-    for wrapper in (StockDDP, DDP):
-        ddp = wrapper(nn.Linear(2, 2))
-        inputs, kwargs = ddp.to_kwargs((torch.ones(2), [torch.zeros(1)]), {"k": torch.zeros(3)}, 0)
-        results.append((inputs, kwargs))
-    stock, ours = results
+    """``to_kwargs`` does for the CPU what torch's does."""
+    stock, ours = (
+        wrapper(nn.Linear(2, 2)).to_kwargs((torch.ones(2), [torch.zeros(1)]), {"k": torch.zeros(3)}, 0)
+        for wrapper in (StockDDP, DDP)
+    )
     torch.testing.assert_close(ours, stock)
     assert [type(part) for part in ours] == [type(part) for part in stock]
 
@@ -265,27 +243,28 @@ def _main_and_more(out):
     return main, more
 
 
-def _nested(rank, world_size, kind, use, options):
+@pytest.mark.parametrize(
+    ("options", "with_more"),
+    [
+        ({}, True),
+        pytest.param({}, False, marks=ours_only),
+        pytest.param({"find_unused_parameters": True}, False, marks=ours_only),
+        pytest.param({"static_graph": True}, False, marks=ours_only),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=ours_only if k == "frozen_dataclass" else ()) for k in MAKERS])
+@on_ranks()
+def test_nested_outputs(rank, world_size, kind, options, with_more):
+    """Outputs may have any form, and the loss may leave one of them out."""
+
     def step(model, r, i):
         out = model(batch(r, i))
         assert type(out) is type(MAKERS[kind](torch.zeros(1), torch.zeros(1)))
         main, more = _main_and_more(out)
-        loss = {"both": main.square().mean() + more.square().mean(), "main": main.square().mean()}[use]
-        loss.backward()
+        (main.square().mean() + (more.square().mean() if with_more else 0)).backward()
 
     compare_with_reference(rank, world_size, lambda: _Nested(kind), step, **options)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=ours_only if k == "frozen_dataclass" else ()) for k in MAKERS])
-def test_nested_outputs(ranks, kind):
-    ranks(_nested, kind, "both", {})
-
-
-@ours_only
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_nested_outputs_with_one_left_out_of_the_loss(ranks, kind, options):
-    ranks(_nested, kind, "main", options)
 
 
 @on_ranks()
@@ -328,7 +307,14 @@ def test_a_module_that_returns_nothing(rank, world_size):
         ddp.zero_grad()
 
 
-def _rref(rank, world_size):
+@on_ranks(
+    allow_warnings=(
+        ("find_unused_parameters=True was specified", UserWarning),
+        # What torch's RPC does with the default group.
+        ("You are using a Backend", UserWarning),
+    )
+)
+def test_rref_outputs(rank, world_size):
     from torch.distributed import rpc
 
     options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://127.0.0.1:0", num_worker_threads=2)
@@ -350,15 +336,6 @@ def _rref(rank, world_size):
             ddp.zero_grad()
     finally:
         rpc.shutdown(graceful=False)
-
-
-def test_rref_outputs(ranks):
-    allowed = (
-        ("find_unused_parameters=True was specified", UserWarning),
-        # What torch's RPC does with the default group.
-        ("You are using a Backend", UserWarning),
-    )
-    ranks(_rref, allow_warnings=allowed)
 
 
 # -- device mesh ---------------------------------------------------------------------------------------------
@@ -460,17 +437,14 @@ def test_a_dropped_wrapper_is_collected_and_its_module_is_plain_again(rank, worl
     assert wrapper() is None
     model.zero_grad()
     model(batch(rank).float()).sum().backward()
-    return model[2].bias.grad.sum().item()
+    assert model[2].bias.grad.tolist() == [3.0, 3.0]
 
 
-def _checkpoint_keys(rank, world_size):
+@on_ranks()
+def test_torch_s_checkpoints_know_the_wrapper(rank, world_size):
+    """They strip its prefix, which they do for what is an instance of torch's class."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     ddp = DDP(nn.Linear(2, 2))
     assert isinstance(ddp, nn.parallel.DistributedDataParallel)
-    return sorted(get_model_state_dict(ddp))
-
-
-def test_torch_s_checkpoints_know_the_wrapper(ranks):
-    """They strip its prefix, which they do for what is an instance of torch's class."""
-    assert ranks(_checkpoint_keys) == [["bias", "weight"]] * 2
+    assert sorted(get_model_state_dict(ddp)) == ["bias", "weight"]

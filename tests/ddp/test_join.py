@@ -92,14 +92,16 @@ def test_training_goes_on_after_join(rank, world_size):
         ddp.zero_grad()
         ddp(batch(rank, i)).square().mean().backward()
         assert_in_sync(model)
-    # And a second time.
+    # A second join works as the first one did.
     with ddp.join():
         for i in range(COUNTS[1 - rank]):
             ddp(batch(rank, i)).sum().backward()
     assert_in_sync(model, grads=False)
 
 
-def _early_termination(rank, world_size):
+@on_ranks()
+def test_throw_on_early_termination(rank, world_size):
+    """Every rank raises; nobody gets past the point where the first ran out."""
     _, ddp, _ = _start()
     done = []
 
@@ -111,12 +113,7 @@ def _early_termination(rank, world_size):
 
     with pytest.raises(RuntimeError, match=r"(?i)exhausted|ran out"):
         train()
-    return len(done)
-
-
-def test_throw_on_early_termination(ranks):
-    # Every rank raises; nobody gets past the point where the first ran out.
-    assert ranks(_early_termination) == [3, 3]
+    assert len(done) == min(COUNTS)
 
 
 @on_ranks()
@@ -128,38 +125,16 @@ def test_join_can_be_disabled(rank, world_size):
     assert_in_sync(model)
 
 
-@on_ranks()
-def test_accumulation_inside_join(rank, world_size):
-    """Accumulation inside join: only the synchronised backwards have to be matched."""
-    torch.set_default_dtype(torch.float64)
-    model, ddp, reference = _start()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with ddp.join():
-        for i in range(COUNTS[rank]):
-            optimizer.zero_grad()
-            with no_sync(ddp):
-                ddp(batch(rank, 100 + i)).square().mean().backward()
-            ddp(batch(rank, i)).square().mean().backward()
-            optimizer.step()
-    for i in range(max(COUNTS)):
-        totals = None
-        for r in range(world_size):
-            if i < COUNTS[r]:
-                reference.zero_grad()
-                (reference(batch(r, 100 + i)).square().mean() + reference(batch(r, i)).square().mean()).backward()
-                grads = [p.grad.clone() for p in reference.parameters()]
-                totals = grads if totals is None else [t + g for t, g in zip(totals, grads, strict=True)]
-        with torch.no_grad():
-            for p, total in zip(reference.parameters(), totals, strict=True):
-                p.sub_(total / world_size, alpha=0.1)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
 def _forward_in_no_sync(ddp, x):
     with no_sync(ddp):
         output = ddp(x)
     output.square().mean().backward()
+
+
+def _accumulation(ddp, x):
+    with no_sync(ddp):
+        ddp(2 * x).square().mean().backward()
+    ddp(x).square().mean().backward()
 
 
 def _two_forwards(ddp, x):
@@ -182,10 +157,10 @@ def _forward_for_nothing(ddp, x):
     ddp(2 * x)
 
 
-@ours_only
-@pytest.mark.parametrize(
-    "step", [_forward_in_no_sync, _two_forwards, _bare_module, _forward_for_nothing, _two_backwards]
-)
+IN_ANY_ORDER = [_forward_in_no_sync, _two_forwards, _bare_module, _forward_for_nothing, _two_backwards]
+
+
+@pytest.mark.parametrize("step", [_accumulation, *(pytest.param(step, marks=ours_only) for step in IN_ANY_ORDER)])
 @on_ranks()
 def test_forwards_and_backwards_inside_join_in_any_order(rank, world_size, step):
     """What a backward needs is said when it begins: forwards and backwards need not alternate."""
@@ -267,7 +242,7 @@ def test_join_of_two_models(rank, world_size):
         for i in range(COUNTS[rank]):
             a.zero_grad()
             b.zero_grad()
-            # Each model's collectives in one piece and in the order of the list, as Join asks for.
+            # Join asks for each model's collectives in one piece, and in the order of the list.
             a(batch(rank, i)).square().mean().backward()
             b(batch(rank, i)[:, :2]).square().mean().backward()
             with torch.no_grad():
@@ -281,7 +256,7 @@ def test_join_of_two_models(rank, world_size):
 @on_ranks()
 def test_join_with_a_zero_optimizer(rank, world_size):
     torch.set_default_dtype(torch.float64)
-    # With views, so that a rank that has run out sees the gradients its share of the optimizer needs.
+    # A rank that has run out needs the views to see the gradients for its share of the optimizer.
     model, ddp, reference = _start({"gradient_as_bucket_view": True})
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     with Join([ddp, zero]):
@@ -354,7 +329,9 @@ def test_the_wrapper_is_a_joinable(rank, world_size):
     assert isinstance(hook, JoinHook)
 
 
-def _accumulates(rank, world_size):
+@ours_only
+@on_ranks()
+def test_accumulation_inside_join_that_divides_by_who_is_there(rank, world_size):
     """Rank 0 has one update, rank 1 has two, each of two micro-batches."""
     ddp = DDP(line())
     got = []
@@ -365,9 +342,4 @@ def _accumulates(rank, world_size):
                 step(ddp, rank)
             step(ddp, rank)
             got.append(ddp.module.weight.grad[0, 0].item())
-    return got
-
-
-@ours_only
-def test_accumulation_inside_join_that_divides_by_who_is_there(ranks):
-    assert ranks(_accumulates) == [[3.0], [3.0, 4.0]]
+    assert got == [[3.0], [3.0, 4.0]][rank]

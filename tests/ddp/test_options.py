@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from paceline.ddp.arguments import BufferPolicy, Caps, Delay, Placement, check_mixed_precision, choose_group
+from paceline.ddp.arguments import BufferPolicy, Caps, Delay, Placement, check_mixed_precision
 from paceline.ddp.precision import MixedPrecision
-from paceline.errors import BadArgumentError, BadTypeError, MisuseError, StateError
+from paceline.errors import BadArgumentError, BadTypeError
 from paceline.gradients.plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MB
-from paceline.settings import environment
-from tests.on_ranks import on_ranks
 
 # -- capacities ----------------------------------------------------------------------------------------
 
@@ -195,58 +191,6 @@ def test_a_trigger_of_another_module_is_refused() -> None:
         Delay.from_arguments(module, [("weight", module.weight)], nn.Linear(2, 2).weight)
 
 
-# -- group ---------------------------------------------------------------------------------------------
-
-
-def test_a_group_is_needed() -> None:
-    assert not dist.is_initialized()
-    with pytest.raises(BadArgumentError, match=r"not been initialised.*paceline\.init\(\)"):
-        choose_group(None, None)
-
-
-def test_a_group_and_a_mesh_are_too_much() -> None:
-    with pytest.raises(StateError, match="both process_group and device_mesh"):
-        choose_group(object(), object())
-
-
-def test_a_mesh_has_one_dimension() -> None:
-    with pytest.raises(StateError, match=r"2 dimensions.*Slice"):
-        choose_group(None, SimpleNamespace(ndim=2, get_group=None))
-
-
-def test_a_mesh_is_a_mesh() -> None:
-    with pytest.raises(BadTypeError, match="device_mesh must be a DeviceMesh, not a list"):
-        choose_group(None, [0, 1])
-
-
-@on_ranks()
-def test_a_group_is_chosen(rank: int, size: int) -> None:
-    world = dist.group.WORLD
-    assert choose_group(None, None) is world
-    assert choose_group(world, None) is world
-    mesh = dist.init_device_mesh("cpu", (size,))
-    assert choose_group(None, mesh) is mesh.get_group()
-    with pytest.raises(BadTypeError, match="must be a ProcessGroup, not str"):
-        choose_group("gloo", None)
-
-
-@on_ranks()
-def test_a_group_that_cannot_be_used_is_refused(rank: int, size: int) -> None:
-    alone = dist.new_group([0], timeout=timedelta(seconds=60))
-    if rank == 1:
-        with pytest.raises(BadArgumentError, match=r"(?i)rank \(?1\)? is not in the process group"):
-            choose_group(alone, None)
-    else:
-        assert choose_group(alone, None) is alone
-    destroyed = dist.new_group(timeout=timedelta(seconds=60))
-    assert choose_group(destroyed, None) is destroyed
-    # A rank may still be connecting when the other is back, and gloo would tell it that its peer is gone.
-    dist.barrier(destroyed)
-    dist.destroy_process_group(destroyed)
-    with pytest.raises(StateError, match="has been destroyed"):
-        choose_group(destroyed, None)
-
-
 # -- mixed precision -----------------------------------------------------------------------------------
 
 
@@ -282,16 +226,3 @@ def test_options_cannot_be_changed() -> None:
         name = dataclasses.fields(options)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(options, name, None)
-
-
-def test_what_is_refused_is_the_callers_misuse_and_a_built_in_error() -> None:
-    assert issubclass(BadArgumentError, (MisuseError, ValueError))
-    assert issubclass(BadTypeError, TypeError)
-    assert issubclass(StateError, RuntimeError)
-
-
-def test_the_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PACELINE_TEST_OPTION", raising=False)
-    assert environment("PACELINE_TEST_OPTION") is None
-    monkeypatch.setenv("PACELINE_TEST_OPTION", "yes")
-    assert environment("PACELINE_TEST_OPTION") == "yes"

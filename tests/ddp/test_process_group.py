@@ -39,6 +39,17 @@ def _seeded():
     return _mlp()
 
 
+def _steps(ddp, ranks, rank, steps=3):
+    """Steps whose gradients are the means over ``ranks``."""
+    reference = _seeded()
+    for i in range(steps):
+        ddp.zero_grad()
+        _square(ddp, rank, i)
+        expected = mean_over_ranks(reference, lambda m, n, i=i: _square(m, ranks[n], i), len(ranks))
+        assert_grads(ddp, expected, f"step {i} of {ranks}")
+    ddp.zero_grad()
+
+
 # -- _update_process_group -----------------------------------------------------------------------------------
 
 
@@ -46,37 +57,25 @@ def _seeded():
 def test_update_process_group(rank, world_size):
     """Three ranks, then two, then three again; each time the mean is over those that are in."""
     torch.set_default_dtype(torch.float64)
-    ddp, reference = DDP(_seeded()), _seeded()
+    ddp = DDP(_seeded())
     whole, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
-    for i in range(2):
-        _square(ddp, rank, i)
-        assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), 3), "three")
-        ddp.zero_grad()
+    _steps(ddp, [0, 1, 2], rank)
     if rank < 2:
         ddp._update_process_group(pair)
         assert ddp.process_group is pair
-        for i in range(3):
-            _square(ddp, rank, i)
-            assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), 2), "two")
-            ddp.zero_grad()
+        _steps(ddp, [0, 1], rank)
     ddp._update_process_group(whole)
-    for i in range(3):
-        _square(ddp, rank, i)
-        assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), 3), "three again")
-        ddp.zero_grad()
+    _steps(ddp, [0, 1, 2], rank)
 
 
 @on_ranks()
 def test_update_to_a_group_of_one(rank, world_size):
     """A group of one: gradients are local."""
     torch.set_default_dtype(torch.float64)
-    ddp, local = DDP(_seeded()), _seeded()
-    _square(ddp, rank)
-    ddp.zero_grad()
+    ddp = DDP(_seeded())
+    _steps(ddp, range(world_size), rank, steps=1)
     ddp._update_process_group([dist.new_group([r]) for r in range(world_size)][rank])
-    _square(ddp, rank)
-    _square(local, rank)
-    assert_grads(ddp, {name: p.grad for name, p in local.named_parameters()})
+    _steps(ddp, [rank], rank, steps=1)
 
 
 @ours_only
@@ -114,14 +113,9 @@ def test_buffers_come_from_the_new_group(rank, world_size):
 def test_disjoint_subgroups(rank, world_size):
     """Wrapped in a subgroup from the start; two disjoint ones work at once."""
     torch.set_default_dtype(torch.float64)
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = rank // 2
-    ddp, reference = DDP(_seeded(), process_group=groups[mine]), _seeded()
-    for i in range(3):
-        _square(ddp, rank, i)
-        expected = mean_over_ranks(reference, lambda m, r, i=i: _square(m, 2 * mine + r, i), 2)
-        assert_grads(ddp, expected)
-        ddp.zero_grad()
+    members = [[0, 1], [2, 3]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    _steps(DDP(_seeded(), process_group=groups[rank // 2]), members[rank // 2], rank)
 
 
 @ours_only
@@ -158,18 +152,11 @@ def test_remove_autograd_hooks(rank, world_size):
 
 
 @on_ranks()
-def test_reducer_is_finalized_after_backward(rank, world_size):
-    ddp = DDP(_seeded())
-    for i in range(3):
-        ddp(batch(rank, i).float()).sum().backward()
-        ddp._check_reducer_finalized()
-
-
-@on_ranks()
-def test_reducer_is_not_finalized_during_backward(rank, world_size):
-    """Asked from inside backward, before the last gradient."""
+def test_reducer_is_finalized_after_backward_and_not_during_it(rank, world_size):
+    """The reducer is asked after each backward, and from inside one, before the last gradient."""
     ddp = DDP(_seeded())
     ddp(batch(rank).float()).sum().backward()
+    ddp._check_reducer_finalized()
     seen = []
 
     def ask(grad):
@@ -187,84 +174,37 @@ def test_reducer_is_not_finalized_during_backward(rank, world_size):
 # -- logging data --------------------------------------------------------------------------------------------
 
 
-def _logging_data(rank, world_size):
-    data = {}
-    for name, wrapper in (("stock", StockDDP), ("ours", DDP)):
-        torch.manual_seed(0)
-        ddp = wrapper(_mlp(), gradient_as_bucket_view=True)
+class _Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(4, 2)
+        self.spare = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@ours_only
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [(_mlp, "gradient_as_bucket_view"), (_mlp, "find_unused_parameters"), (_Spare, "find_unused_parameters")],
+)
+@on_ranks(allow_warnings=(("find_unused_parameters=True was specified", UserWarning),))
+def test_logging_data_is_torch_s(rank, world_size, make, option):
+    data = []
+    for wrapper in (StockDDP, DDP):
+        ddp = wrapper(make(), **{option: True})
         ddp._set_ddp_runtime_logging_sample_rate(1)
         for i in range(4):
             ddp(batch(rank, i).float()).sum().backward()
-        data[name] = dict(ddp._get_ddp_logging_data())
-    return data["stock"], data["ours"]
-
-
-SAME_VALUES = [
-    "world_size",
-    "rank",
-    "module_name",
-    "device_ids",
-    "output_device",
-    "broadcast_buffers",
-    "bucket_cap_bytes",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "num_parameter_tensors",
-    "total_parameter_size_bytes",
-    "dtypes",
-    "backend_name",
-    "iteration",
-    "unused_parameter_size",
-    "has_rebuilt_buckets",
-    "rebuilt_bucket_sizes",
-    "comm_hook",
-]
-
-
-def test_logging_data_has_torch_s_fields(ranks):
-    for stock, ours in ranks(_logging_data):
-        assert set(ours) >= set(stock), sorted(set(stock) - set(ours))
-        for field in SAME_VALUES:
-            if field in stock:
-                assert ours[field] == stock[field], field
-                assert type(ours[field]) is type(stock[field]), field
-
-
-def _logging_unused(rank, world_size):
-    data = {}
-    for name, wrapper in (("stock", StockDDP), ("ours", DDP)):
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"used": nn.Linear(4, 2), "idle": nn.Linear(4, 2)})
-        model.forward = model["used"].forward
-        ddp = wrapper(model, find_unused_parameters=True)
-        ddp._set_ddp_runtime_logging_sample_rate(1)
-        for i in range(3):
-            ddp(batch(rank, i).float()).sum().backward()
-        fields = dict(ddp._get_ddp_logging_data())
-        data[name] = {k: fields.get(k) for k in ("unused_parameter_size", "iteration", "num_parameter_tensors")}
-    return data
-
-
-def test_logging_data_with_unused_parameters(ranks):
-    for data in ranks(_logging_unused):
-        assert data["ours"] == data["stock"]
-
-
-def _can_set_static_graph(rank, world_size):
-    values = []
-    for wrapper in (StockDDP, DDP):
-        ddp = wrapper(_seeded(), find_unused_parameters=True)
-        for i in range(3):
-            ddp(batch(rank, i).float()).sum().backward()
-        values.append(ddp._get_ddp_logging_data().get("can_set_static_graph"))
-    return values
-
-
-def test_can_set_static_graph(ranks):
-    allowed = (("find_unused_parameters=True was specified", UserWarning),)
-    for stock, ours in ranks(_can_set_static_graph, allow_warnings=allowed):
-        assert ours == stock
+        data.append(dict(ddp._get_ddp_logging_data()))
+    stock, ours = data
+    assert ours.keys() == stock.keys() | {"static_graph"}
+    # We learn an order only if the buckets are to be rebuilt from it.
+    measured = {field for field in stock if "time" in field or field == "prev_iteration_grad_ready_order_indices"}
+    for field in stock.keys() - measured:
+        assert ours[field] == stock[field], field
+        assert type(ours[field]) is type(stock[field]), field
 
 
 @on_ranks()
@@ -278,33 +218,17 @@ def test_sample_rate(rank, world_size):
 # -- the rest of the underscored names -----------------------------------------------------------------------
 
 
-class _Spare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used = nn.Linear(4, 2)
-        self.spare = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
+@pytest.mark.parametrize(
+    ("method", "args"), [("_set_static_graph", ()), ("_set_ddp_sink_clone", (True,)), ("_set_ddp_sink_clone", (False,))]
+)
 @on_ranks()
-def test_set_static_graph_after_wrapping(rank, world_size):
+def test_what_is_set_after_wrapping(rank, world_size, method, args):
+    is_static = method == "_set_static_graph"
+
     def wrap(model):
-        ddp = DDP(model)
-        ddp._set_static_graph()
-        assert ddp.static_graph
-        return ddp
-
-    compare_with_reference(rank, world_size, _Spare, _square, wrap=wrap)
-
-
-@pytest.mark.parametrize("value", [True, False])
-@on_ranks()
-def test_set_ddp_sink_clone(rank, world_size, value):
-    def wrap(model):
-        ddp = DDP(model, find_unused_parameters=True)
-        ddp._set_ddp_sink_clone(value)
+        ddp = DDP(model, find_unused_parameters=not is_static)
+        getattr(ddp, method)(*args)
+        assert ddp.static_graph == is_static
         return ddp
 
     compare_with_reference(rank, world_size, _Spare, _square, wrap=wrap)
@@ -331,30 +255,26 @@ def test_inside_ddp_forward(rank, world_size):
     with ddp._inside_ddp_forward():
         assert DDP._get_active_ddp_module() is ddp
     assert DDP._get_active_ddp_module() is None
-    # Whether it is set during forward depends on the compiler being configured for it; never another's.
+    # With torch's class, whether it is set during forward depends on how the compiler is configured.
     assert all(active in (None, ddp) for active in model.active)
+
+
+ATTRIBUTES = [
+    *("device", "device_type", "device_ids", "output_device", "dim", "process_group"),
+    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "bucket_bytes_cap"),
+    *("require_backward_grad_sync", "require_forward_param_sync", "parameters_to_ignore", "mixed_precision"),
+]
 
 
 @on_ranks()
 def test_attributes(rank, world_size):
     model = _mlp()
-    ddp = DDP(model)
+    ddp, stock = DDP(model), StockDDP(_mlp())
     assert ddp.module is model
-    assert ddp.device_type == "cpu"
-    assert ddp.device_ids is None
-    assert ddp.output_device is None
-    assert ddp.dim == 0
-    assert ddp.process_group is dist.group.WORLD
-    assert ddp.find_unused_parameters is False
-    assert ddp.require_backward_grad_sync is True
-    assert ddp.require_forward_param_sync is True
-    assert ddp.gradient_as_bucket_view is False
-    assert ddp.static_graph is False
-    assert ddp.broadcast_buffers is True
-    assert ddp.bucket_bytes_cap == 25 * 1024 * 1024
-    assert ddp.parameters_to_ignore == set()
-    assert ddp.will_sync_module_buffers() is False
     assert DDP(nn.BatchNorm1d(4)).will_sync_module_buffers() is True
+    assert ddp.will_sync_module_buffers() is False
+    for name in ATTRIBUTES:
+        assert getattr(ddp, name) == getattr(stock, name), name
     assert ddp._distributed_rank == rank
     assert ddp._get_data_parallel_params(model)
 
@@ -394,7 +314,7 @@ def _poisoned(numel, dtype, device):
 def test_a_new_group_after_a_backward_that_failed(rank, world_size, steps_before):
     torch.set_default_dtype(torch.float64)
     broken, healthy = dist.new_group([0, 1]), dist.new_group([0, 1])
-    ddp, reference = DDP(_seeded(), process_group=broken), _seeded()
+    ddp = DDP(_seeded(), process_group=broken)
     for i in range(steps_before):
         _square(ddp, rank, i)
         ddp.zero_grad()
@@ -406,8 +326,4 @@ def test_a_new_group_after_a_backward_that_failed(rank, world_size, steps_before
             _square(ddp, rank)
     with mock.patch.object(layout, "empty_flat", _poisoned):
         ddp._update_process_group(healthy)
-        ddp.zero_grad()
-        for i in range(3):
-            _square(ddp, rank, i)
-            assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), 2), f"step {i}")
-            ddp.zero_grad()
+        _steps(ddp, [0, 1], rank)

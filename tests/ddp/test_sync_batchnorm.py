@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 import paceline
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.errors import BadArgumentError, BadTypeError
-from paceline.testing import RankError
 from tests.on_ranks import on_ranks
 
 CHANNELS = 3
@@ -150,28 +150,19 @@ def test_three_ranks(ranks):
     ranks(_compare, (2, 0, 5), 4, {}, False, world_size=3)
 
 
-def _far_from_zero(rank: int, world_size: int) -> float:
+@on_ranks()
+def test_variance_of_values_far_from_zero(rank: int, world_size: int) -> None:
     # Sums of squares in single precision would see no variance at all here.
     whole = torch.randn(512, 1) + 4096
     layer = SyncBatchNorm(1, momentum=1.0)
     layer(whole[rank::world_size])
-    exact = whole.double().var().item()
-    return abs(layer.running_var.item() - exact) / exact
+    assert layer.running_var.item() == pytest.approx(whole.double().var().item(), rel=1e-4)
 
 
-def test_variance_of_values_far_from_zero(ranks):
-    assert max(ranks(_far_from_zero)) < 1e-4
-
-
-def _single_value(rank: int, world_size: int) -> None:
-    SyncBatchNorm(CHANNELS)(torch.ones(1 - rank, CHANNELS))
-
-
-def test_one_value_over_all_ranks_is_an_error_on_every_rank(ranks):
-    with pytest.raises(RankError, match="more than 1 value per channel") as caught:
-        ranks(_single_value)
-    assert {f.error_type.rpartition(".")[2] for f in caught.value.failures.values()} == {"BadArgumentError"}
-    assert set(caught.value.failures) == {0, 1}
+@on_ranks()
+def test_one_value_over_all_ranks_is_an_error_on_every_rank(rank: int, world_size: int) -> None:
+    with pytest.raises(BadArgumentError, match="more than 1 value per channel"):
+        SyncBatchNorm(CHANNELS)(torch.ones(1 - rank, CHANNELS))
 
 
 @on_ranks()
@@ -211,39 +202,29 @@ def test_can_be_differentiated_twice(rank: int, world_size: int, sizes: tuple[in
         _close(_sum_over_ranks(got), want, name, tol=1e-9)
 
 
-class _CollectiveCount:
-    """Counts collectives by wrapping the two that the layer calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def __enter__(self) -> _CollectiveCount:
-        self._saved = {name: getattr(dist, name) for name in ("all_gather", "all_reduce")}
-        for name, call in self._saved.items():
-            setattr(dist, name, lambda *a, _n=name, _c=call, **k: (self.calls.append(_n), _c(*a, **k))[1])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, call in self._saved.items():
-            setattr(dist, name, call)
+def _started(layer: nn.Module, *, needs_grad: bool = True, backward: bool = True) -> list[str]:
+    """The names of the collectives that a step of ``layer`` starts, of the two that it knows."""
+    watched = Mock(wraps=dist)
+    with (
+        patch.object(dist, "all_gather", watched.all_gather),
+        patch.object(dist, "all_reduce", watched.all_reduce),
+        torch.set_grad_enabled(backward),
+    ):
+        output = layer(torch.randn(4, CHANNELS).requires_grad_(needs_grad))
+        if backward:
+            output.sum().backward()
+    return [name for name, _, _ in watched.mock_calls]
 
 
 def _collectives(rank: int, world_size: int) -> dict[str, list[str]]:
-    counts: dict[str, list[str]] = {}
     layer = SyncBatchNorm(CHANNELS)
-    for name, training, needs_grad in [("train", True, True), ("first", True, False), ("eval", False, True)]:
-        layer.train(training)
-        with _CollectiveCount() as count:
-            layer(torch.randn(4, CHANNELS).requires_grad_(needs_grad)).sum().backward()
-        counts[name] = count.calls
-    untracked = SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
-    with _CollectiveCount() as count:
-        untracked(torch.randn(4, CHANNELS))
-    counts["untracked eval"] = count.calls
-    with _CollectiveCount() as count, torch.no_grad():
-        layer.train()(torch.randn(4, CHANNELS))
-    counts["no grad"] = count.calls
-    return counts
+    return {
+        "train": _started(layer),
+        "first": _started(layer, needs_grad=False),
+        "no grad": _started(layer, backward=False),
+        "eval": _started(layer.eval()),
+        "untracked eval": _started(SyncBatchNorm(CHANNELS, track_running_stats=False).eval()),
+    }
 
 
 def test_one_collective_each_way_and_none_without_need(ranks):

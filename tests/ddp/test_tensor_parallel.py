@@ -224,7 +224,7 @@ def _graph_in_no_sync(rank, world_size):
         (whole(_input(n, 1), 0).pow(2).mean() / 2).backward()
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
-    # Differentiated again, on one replica by itself.
+    # Gradients are differentiated again, on one replica by itself.
     for model in (parts, whole):
         model.zero_grad()
         with ddp.no_sync():
@@ -298,7 +298,7 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
     with pytest.raises(ReplicaMismatchError, match=r"up\.weight") if rank % 2 else contextlib.nullcontext():
         paceline.assert_replicas_equal(ddp)
 
-    # Weighed: the mean over all samples.
+    # Backwards are weighed: gradients are the mean over all samples.
     parts, whole = _models(tp)
     ddp = paceline.DDP(parts, device_mesh=dp)
     weights = [1.0, 3.0]
@@ -309,7 +309,7 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
 
-    # Frozen and unfrozen; a gradient that somebody keeps.
+    # A layer is frozen and unfrozen, and somebody keeps a gradient.
     parts, whole = _models(tp)
     ddp = paceline.DDP(parts, device_mesh=dp)
     for step in range(3):
@@ -333,7 +333,7 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
 @on_ranks(world_size=4, allow_warnings=(("Using backward", UserWarning),))
 def test_graphs_low_precision_uneven_inputs_and_buffers(rank, world_size):
     dp, tp = _meshes()
-    # Differentiated again: the penalty is of averaged gradients.
+    # Gradients are differentiated again: the penalty is of averaged ones.
     parts, whole = _models(tp)
     ddp = paceline.DDP(parts, device_mesh=dp)
     ddp(_input(dp.get_local_rank(), 0)).pow(2).mean().backward(create_graph=True)
@@ -427,7 +427,7 @@ def test_what_cannot_be_averaged_is_refused(rank, world_size):
     buffered.scale = nn.Buffer(DTensor.from_local(torch.ones(4), tp, [Partial()]))
     with pytest.raises(StateError, match=r"Buffer 'scale'.*partial placement"):
         paceline.DDP(buffered, device_mesh=dp)
-    # Usable afterwards.
+    # The module can be wrapped afterwards.
     ddp = paceline.DDP(parts, device_mesh=dp)
     ddp(_input(dp.get_local_rank(), 0)).sum().backward()
     paceline.assert_replicas_equal(ddp)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline import MixedPrecision, SyncBatchNorm
-from paceline.errors import BadArgumentError, BadTypeError, DisagreementError, PacelineError, StateError
+from paceline.errors import BadArgumentError, BadTypeError, DisagreementError, StateError
 from tests.ddp.exact import Sum, assert_grad, line, step
 from tests.on_ranks import on_ranks
 from tests.reference import DDP, Branches, assert_grads, assert_in_sync, batch, ours_only
@@ -246,39 +246,30 @@ def test_zero_grad_throws_away_the_weights_of_what_it_throws_away(rank, world_si
     assert_grad(ddp.module, 1.75)
 
 
-def _weighted_after_unweighted(rank, world_size, kept_before):
-    ddp = DDP(line())
-    if kept_before:
-        step(ddp, rank)
-    try:
-        with ddp.no_sync():
-            step(ddp, rank)
-        with ddp.weighted(WEIGHTS[rank]):
-            step(ddp, rank)
-    except PacelineError as error:
-        return type(error).__name__
-    return ddp.module.weight.grad[0, 0].item()
-
-
-@pytest.mark.parametrize("kept_before", [False, True])
-def test_weights_after_backwards_without(ranks, kept_before):
-    """Refused on every rank; or a backward without a weight counts 1, and what was there before stays."""
-    got = ranks(_weighted_after_unweighted, kept_before)
-    assert got[0] == got[1]
-    if not isinstance(got[0], str):
-        assert got[0] == pytest.approx((1 + 1 * 1 + 2 + 3 * 2) / (2 + 4) + 1.5 * kept_before)
-
-
+@pytest.mark.parametrize("weighted_last", [False, True])
 @on_ranks()
-def test_a_backward_without_a_weight_after_one_with_counts_one(rank, world_size):
+def test_a_backward_without_a_weight_beside_one_with_counts_one(rank, world_size, weighted_last):
     ddp = DDP(line())
-    with ddp.no_sync(), ddp.weighted(WEIGHTS[rank]):
+    with ddp.no_sync(), contextlib.nullcontext() if weighted_last else ddp.weighted(WEIGHTS[rank]):
         step(ddp, rank)
-    step(ddp, rank)
+    with ddp.weighted(WEIGHTS[rank]) if weighted_last else contextlib.nullcontext():
+        step(ddp, rank)
     assert ddp.module.weight.grad[0, 0].item() == pytest.approx((1 + 1 * 1 + 2 + 3 * 2) / (2 + 4))
 
 
-def _weighted_in_join(rank, world_size, by_initial):
+@on_ranks()
+def test_weights_cannot_tell_an_earlier_step_from_a_backward_without(rank, world_size):
+    ddp = DDP(line())
+    step(ddp, rank)
+    with ddp.no_sync():
+        step(ddp, rank)
+    with pytest.raises(StateError, match="earlier step"), ddp.weighted(WEIGHTS[rank]):
+        step(ddp, rank)
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+@on_ranks()
+def test_inside_join(rank, world_size, by_initial):
     ddp = DDP(line())
     got = []
     with ddp.join(divide_by_initial_world_size=by_initial):
@@ -288,13 +279,8 @@ def _weighted_in_join(rank, world_size, by_initial):
                 step(ddp, rank)
             got.append(ddp.module.weight.grad[0, 0].item())
     step(ddp, rank)
-    return got
-
-
-@pytest.mark.parametrize("by_initial", [True, False])
-def test_inside_join(ranks, by_initial):
     # A rank without inputs weighs nothing, whatever plain averages would be divided by.
-    assert ranks(_weighted_in_join, by_initial) == [[1.75], [1.75, 2.0, 2.0]]
+    assert got == [[1.75], [1.75, 2.0, 2.0]][rank]
 
 
 # -- what is refused or told ---------------------------------------------------------------------------------

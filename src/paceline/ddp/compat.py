@@ -5,8 +5,8 @@ docs/from-torch.md lists them all, with what each does.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from paceline.ddp.forward import Forward
 from paceline.ddp.join import SILENCE, DDPJoinHook, JoinWord, highest_rank
 from paceline.ddp.logging_data import ENVIRONMENT, logging_data
 from paceline.ddp.precision import MixedPrecision, cast_floats
-from paceline.ddp.torch_reducer import TorchReducer
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.gradients.outputs import find_tensors, move_to_device
 from paceline.gradients.roster import ignored_names, makes_sparse_gradients
+from paceline.reduction.reducer import Reducer
 from paceline.settings import environment
 
 # torch has it only where RPC is built in.
@@ -44,8 +44,55 @@ def _switch(name: str) -> property:
     return property(read, write)
 
 
+def _leads_to(path: str) -> Callable[..., Any]:
+    """A method of torch's class that is the method ``path`` of one of our parts."""
+    find = attrgetter(path)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return find(self)(*args, **kwargs)
+
+    return method
+
+
 def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
     """A method of torch's class that has nothing to do in this one; docs/from-torch.md says why."""
+
+
+class TorchReducer:
+    """``ddp.reducer``: the methods of torch's C++ reducer that tests and tools call."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._ours = reducer
+
+    _check_reducer_finalized = _leads_to("_ours.check_finished")
+    _remove_autograd_hooks = _leads_to("_ours.stop_listening")
+    _set_static_graph = _leads_to("_ours.set_static_graph")
+    prepare_for_backward = _nothing
+    prepare_for_forward = _nothing
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks used each parameter in the last synchronised backward."""
+        return torch.tensor(self._ours.ledger.counts, dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        return self._ours.ledger.graph_is_static
+
+    def _rebuild_buckets(self) -> bool:
+        """Do nothing: buckets are rebuilt by themselves at the start of the second synchronised backward."""
+        return False
+
+    def _run_allreduce_hook(self, bucket: Any) -> Any:
+        """Sum a bucket over the ranks without dividing it. Some hooks are written on top of this one."""
+        work = dist.all_reduce(bucket.buffer(), group=self._ours.exchange.group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _get_zeros_like_grad_buckets(self) -> list[Tensor]:
+        """A flat tensor of zeros for each bucket, as large as the bucket."""
+        return [
+            torch.zeros(spec.numel, dtype=getattr(torch, spec.dtype), device=spec.device)
+            for spec in self._ours.plan.buckets
+        ]
 
 
 class _ActiveModule:
@@ -98,7 +145,7 @@ class TorchNames:
         self.mixed_precision = None
         self.logger = None
 
-    # -- methods that do nothing here ----------------------------------------------------------------
+    # -- methods that do nothing here, or that a part of ours has under another name -----------------
 
     _assign_modules_buffers = _nothing
     _clear_grad_buffer = _nothing
@@ -109,6 +156,20 @@ class TorchNames:
     _root_copy_hook = _nothing
     _set_ddp_sink_clone = _nothing
     _set_sparse_metadata = _nothing
+
+    _check_reducer_finalized = _leads_to("_reducer.check_finished")
+    _inside_ddp_forward = _leads_to("_forward.inside")
+    # Optimizers that run in backward are also taken over by themselves, when a backward begins.
+    _lazy_init = _leads_to("_reducer.planner.layout.take_optimizers")
+    _match_all_reduce_for_bwd_pass = _leads_to("_reducer.shadow_backward")
+    _post_forward = _leads_to("_forward.after")
+    _pre_forward = _leads_to("_forward.before")
+    _register_accum_grad_hook = _leads_to("_reducer.listen")
+    _remove_autograd_hooks = _leads_to("_reducer.stop_listening")
+    _run_ddp_forward = _leads_to("_forward.run")
+    _setup_in_backward_optimizers = _lazy_init
+    _sync_buffers = _leads_to("buffer_sync.broadcast")
+    will_sync_module_buffers = _leads_to("buffer_sync.is_due")
 
     # -- parameters ----------------------------------------------------------------------------------
 
@@ -176,18 +237,7 @@ class TorchNames:
         if static_graph and not self.static_graph:
             self._set_static_graph()
 
-    def _lazy_init(self: Any) -> None:
-        self._setup_in_backward_optimizers()
-
-    def _setup_in_backward_optimizers(self: Any) -> None:
-        """Take over optimizers that run in backward, which also happens by itself when a backward begins."""
-        self._reducer.planner.layout.take_optimizers()
-
     # -- graph and hooks -----------------------------------------------------------------------------
-
-    def _register_accum_grad_hook(self: Any) -> None:
-        """Listen to the parameters' gradients (again, after ``_remove_autograd_hooks``)."""
-        self._reducer.listen()
 
     def _fire_reducer_autograd_hook(self: Any, idx: int, *unused: Any) -> None:
         """Inside a backward, say that the gradient of the ``idx``-th trainable parameter is ready."""
@@ -233,28 +283,10 @@ class TorchNames:
         if not callable(hook):
             self.fail(BadTypeError("A communication hook must be callable."))
 
-    def _remove_autograd_hooks(self: Any) -> None:
-        self._reducer.stop_listening()
-
-    def _check_reducer_finalized(self: Any) -> None:
-        self._reducer.check_finished()
-
     def _update_process_group(self: Any, new_process_group: Any) -> None:
         self.update_process_group(new_process_group)
 
     # -- forward -------------------------------------------------------------------------------------
-
-    def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        return self._forward.before(*inputs, **kwargs)
-
-    def _run_ddp_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        return self._forward.run(*inputs, **kwargs)
-
-    def _post_forward(self: Any, output: Any) -> Any:
-        return self._forward.after(output)
-
-    def _inside_ddp_forward(self: Any) -> contextlib.AbstractContextManager[None]:
-        return self._forward.inside()
 
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
@@ -274,12 +306,6 @@ class TorchNames:
         return gather(outputs, output_device, dim=self.dim)
 
     # -- buffers -------------------------------------------------------------------------------------
-
-    def will_sync_module_buffers(self: Any) -> bool:
-        return bool(self.buffer_sync.is_due())
-
-    def _sync_buffers(self: Any) -> None:
-        self.buffer_sync.broadcast()
 
     def _sync_module_buffers(self: Any, authoritative_rank: int) -> None:
         self.buffer_sync.broadcast(source=authoritative_rank)
@@ -320,9 +346,6 @@ class TorchNames:
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         word = SILENCE if is_joined_rank else JoinWord(syncs, self.buffer_sync.is_due(), self.channel.rank)
         return bool(self.joining.exchange(word).sync_gradients)
-
-    def _match_all_reduce_for_bwd_pass(self: Any) -> None:
-        self._reducer.shadow_backward()
 
     # -- logging -------------------------------------------------------------------------------------
 

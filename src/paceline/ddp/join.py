@@ -38,13 +38,6 @@ class JoinWord(NamedTuple):
 SILENCE = JoinWord(sync_gradients=False, sync_buffers=False, rank=-1)
 
 
-def exchange_word(word: JoinWord, *, channel: Channel, device: torch.device) -> JoinWord:
-    gradients, buffers, rank = _highest(
-        [int(word.sync_gradients), int(word.sync_buffers), word.rank], channel=channel, device=device
-    )
-    return JoinWord(bool(gradients), bool(buffers), rank)
-
-
 def highest_rank(condition: bool, *, rank: int, channel: Channel, device: torch.device) -> int:
     """The highest rank for which ``condition`` holds; -1 if there is none."""
     return _highest([rank if condition else -1], channel=channel, device=device)[0]
@@ -118,7 +111,10 @@ class Joining:
             self.say_word(sync_gradients=True, sync_buffers=False)
 
     def exchange(self, word: JoinWord) -> JoinWord:
-        return exchange_word(word, channel=self._reducer.channel, device=self._device)
+        """Say ``word``, and hear what all ranks have said."""
+        numbers = [int(word.sync_gradients), int(word.sync_buffers), word.rank]
+        gradients, buffers, rank = _highest(numbers, channel=self._reducer.channel, device=self._device)
+        return JoinWord(bool(gradients), bool(buffers), rank)
 
     def follow(self) -> None:
         """[Note: one word before each exchange]: do this rank's part of what the others do next."""

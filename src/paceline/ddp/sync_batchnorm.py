@@ -158,21 +158,14 @@ def _converted(layer: nn.Module, name: str, process_group: Any) -> SyncBatchNorm
     return new
 
 
-def _channel_dims(input: Tensor) -> list[int]:
-    return [0, *range(2, input.dim())]
-
-
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _stats_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
-
-
 def _local_stats(input: Tensor) -> Tensor:
     """``[means, M2s, count]`` of this rank's batch, in one flat tensor that can be sent."""
-    dtype, channels, count = _stats_dtype(input), input.size(1), input.numel() // input.size(1)
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    channels, count = input.size(1), input.numel() // input.size(1)
     packed = torch.zeros(2 * channels + 1, dtype=dtype, device=input.device)
     if count:  # the kernels divide by the count
         ones = torch.ones(channels, dtype=dtype, device=input.device)
@@ -225,12 +218,9 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, var, count = ctx.saved_tensors
         # Grad mode is on in here if the caller gave create_graph=True.
         gradients = _gradients_as_graph if torch.is_grad_enabled() else _gradients
-        grad_input, grad_weight, grad_bias = gradients(
-            grads[0], input, weight, mean, var, count, ctx.eps, ctx.group, ctx.needs_input_grad[0]
-        )
+        grad_input, grad_weight, grad_bias = gradients(ctx, grads[0])
         needed = ctx.needs_input_grad
         return (
             grad_input,
@@ -241,18 +231,10 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _gradients(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    count: Tensor,
-    eps: float,
-    group: dist.ProcessGroup,
-    input_needed: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of input, weight and bias; see [Note: local sums from fused kernels]."""
+    input, weight, mean, var, count = ctx.saved_tensors
+    eps, input_needed = ctx.eps, ctx.needs_input_grad[0]
     scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     grad_input, sums = torch.empty_like(input), mean.new_zeros(2, mean.numel())
     if input.numel():
@@ -262,7 +244,7 @@ def _gradients(
     if not input_needed:
         return None, sums[0], sums[1]
     totals = sums.clone()
-    dist.all_reduce(totals, group=group)
+    dist.all_reduce(totals, group=ctx.group)
     if input.numel():
         # The statistics depend on the input too. What that adds is, again, a batch norm of the input.
         factors = totals * (-(var + eps).rsqrt() * scale / count)
@@ -270,30 +252,21 @@ def _gradients(
     return grad_input, sums[0], sums[1]
 
 
-def _gradients_as_graph(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    count: Tensor,
-    eps: float,
-    group: dist.ProcessGroup,
-    input_needed: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+def _gradients_as_graph(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
     """The same gradients for ``create_graph=True``: made of differentiable parts, the statistics included."""
-    dims, wide = _channel_dims(input), mean.dtype
+    input, weight, mean, _, count = ctx.saved_tensors
+    dims, wide = [0, *range(2, input.dim())], mean.dtype
     count = count.clamp(min=1)
-    add_up = partial(dist.all_reduce, group=group)
+    add_up = partial(dist.all_reduce, group=ctx.group)
     # Moments around the known mean are as accurate as centred ones.
     centred = input.to(wide) - _per_channel(mean, input)
     moments = torch.stack([centred.sum(dims), centred.square().sum(dims)])
     first, second = (SumAcrossRanks.apply(moments, add_up) / count).unbind(0)
-    inv_std = (second - first.square() + eps).rsqrt()
+    inv_std = (second - first.square() + ctx.eps).rsqrt()
     xhat = (centred - _per_channel(first, input)) * _per_channel(inv_std, input)
     grad = grad.to(wide)
     sums = torch.stack([(grad * xhat).sum(dims), grad.sum(dims)])
-    if not input_needed:
+    if not ctx.needs_input_grad[0]:
         return None, sums[0], sums[1]
     along, level = (SumAcrossRanks.apply(sums, add_up) / count).unbind(0)
     factor = inv_std if weight is None else inv_std * weight.to(wide)

@@ -81,7 +81,8 @@ class Verifier:
             return
         params = self._params(module)
         rows: dict[Held, Tensor] = {Held(PARAMETER, name): digest(param) for name, param in params.items()}
-        rows |= {Held(BUFFER, name): self._opinion(self._buffers.get(name)) for name in self._buffer_names(module)}
+        buffers = [name for name, _ in module.named_buffers() if name not in self._ignored]
+        rows |= {Held(BUFFER, name): self._opinion(self._buffers.get(name)) for name in buffers}
         states = optimizer_digests(params, list(self._optimizers), self._device)
         rows |= {Held(OPTIMIZER, name): self._opinion(states.get(name)) for name in params}
         rows |= {Held(GIVEN, name): self._opinion(self._given.get(name)) for name in params}
@@ -117,9 +118,6 @@ class Verifier:
 
     def _params(self, module: nn.Module) -> dict[str, Tensor]:
         return {name: param for name, param in module.named_parameters() if name not in self._ignored}
-
-    def _buffer_names(self, module: nn.Module) -> list[str]:
-        return [name for name, _ in module.named_buffers() if name not in self._ignored]
 
     def _opinion(self, found: Tensor | None) -> Tensor:
         return torch.tensor(NO_OPINION, device=self._device) if found is None else found
