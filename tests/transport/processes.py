@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -71,28 +71,10 @@ class Rank:
     rank: int
     size: int
     control: Segment
-    path: Path
-    arenas: dict[int, Segment] = field(default_factory=dict)
-    _others: list[Segment] = field(default_factory=list)
 
     def settle(self) -> None:
         """Wait until every rank has come here."""
         self.endpoint.barrier(timeout_s=TIMEOUT_S, inline=True).wait()
-
-    def arena(self, number: int, nbytes: int) -> Segment:
-        """A collective: shared memory of every rank, mapped by all and registered."""
-        path = self.path.with_name(f"{self.path.name}-{number}-")
-        own = Segment(Path(f"{path}{self.rank}"), nbytes, create=True)
-        self.settle()
-        segments = [
-            own if r == self.rank else Segment(Path(f"{path}{r}"), nbytes, create=False) for r in range(self.size)
-        ]
-        self.settle()
-        Path(f"{path}{self.rank}").unlink()
-        self.endpoint.register_arena(number, [s.address for s in segments], nbytes)
-        self.arenas[number] = own
-        self._others.extend(segments)
-        return own
 
 
 def _run(program: Program, rank: int, size: int, path: Path, answers: Connection, kwargs: dict[str, Any]) -> None:
@@ -107,7 +89,7 @@ def _run(program: Program, rank: int, size: int, path: Path, answers: Connection
         answers.send("joined")
         assert answers.recv() == "go"
         begin = time.monotonic()
-        value = program(Rank(endpoint, rank, size, control, path), **kwargs)
+        value = program(Rank(endpoint, rank, size, control), **kwargs)
         endpoint.close()
         answers.send(Outcome(rank, value=value))
     except BaseException as error:

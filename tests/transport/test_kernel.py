@@ -18,7 +18,7 @@ from paceline.errors import BadArgumentError, StateError
 from paceline.transport.shm import kernel
 from paceline.transport.shm.codes import Op
 from paceline.transport.shm.kernel import Endpoint, control_nbytes
-from tests.transport import ends, programs
+from tests.transport import programs
 from tests.transport.processes import RankRunner, Segment, segment_path, values
 
 pytestmark = pytest.mark.skipif(
@@ -37,39 +37,16 @@ def run() -> RankRunner:
 @pytest.mark.parametrize(("size", "sizes"), [(2, programs.SIZES), (3, (1, 1000, 100_003)), (1, (0, 5, 100_003))])
 def test_all_reduce_gives_the_fold_in_rank_order_to_the_bit(run: RankRunner, size: int, sizes: tuple[int, ...]) -> None:
     checked = values(run(size, programs.reduces_every_dtype_and_op, sizes=sizes))
-    cases = list(programs.cases())
-    sums = sum(op is Op.SUM for _, op in cases)
-    assert checked == [len(cases) * len(sizes) + sums] * size
+    assert checked == [len(list(programs.cases())) * len(sizes) + 1] * size
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        programs.reduces_tensors_here,
-        programs.reduces_special_values,
-        programs.every_half_survives_the_conversion,
-    ],
-)
+@pytest.mark.parametrize("program", [programs.reduces_special_values, programs.every_half_survives_the_conversion])
 def test_arithmetic(run: RankRunner, program: Callable[..., None]) -> None:
     values(run(2, program))
 
 
-def test_tensors_that_are_not_plain_memory_are_left_to_others(run: RankRunner) -> None:
-    values(run(1, programs.leaves_other_tensors_alone))
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("program", [programs.exchanges, programs.reduce_exchanges, programs.reduces_in_arenas])
-def test_other_collectives(run: RankRunner, program: Callable[..., None], size: int) -> None:
-    values(run(size, program))
-
-
-def test_jobs_run_in_order(run: RankRunner) -> None:
-    values(run(2, programs.runs_jobs_in_order, jobs=200))
-
-
-def test_a_job_nobody_holds_keeps_its_memory(run: RankRunner) -> None:
-    values(run(2, programs.keeps_memory_of_dropped_jobs))
+def test_only_tensors_that_are_plain_memory_take_the_quick_way(run: RankRunner) -> None:
+    values(run(1, programs.reduces_plain_tensors_here))
 
 
 def test_memory_is_kept_if_the_caller_is_interrupted_before_it_has_the_job() -> None:
@@ -95,10 +72,6 @@ def test_memory_is_kept_if_the_caller_is_interrupted_before_it_has_the_job() -> 
         assert kept() is None
 
 
-def test_several_threads_may_submit(run: RankRunner) -> None:
-    values(run(2, programs.several_threads_submit))
-
-
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,12 +94,7 @@ def test_what_makes_no_sense_is_refused(run: RankRunner) -> None:
 def test_a_fork_is_not_a_rank(run: RankRunner) -> None:
     said = values(run(2, programs.forks))
     for lines in said:
-        assert [line.startswith("StateError: this process is a fork") for line in lines.splitlines()] == [True, True]
-
-
-def test_waiting_for_a_while_leaves_the_job_running(run: RankRunner) -> None:
-    said = values(run(2, programs.waits_for_a_little_while))
-    assert said[0].startswith("RankLostError: still waiting")
+        assert [line.startswith("StateError: this process is a fork") for line in lines.splitlines()] == [True] * 3
 
 
 def test_poison_carries_its_cause(run: RankRunner) -> None:
@@ -142,12 +110,12 @@ def test_abort_ends_what_is_under_way_everywhere(run: RankRunner) -> None:
 
 
 def test_abort_ends_a_close_that_hangs(run: RankRunner) -> None:
-    for outcome in run(2, ends.is_aborted_while_it_closes):
+    for outcome in run(2, programs.is_aborted_while_it_closes):
         assert (outcome.error, outcome.message) == ("PeerFailedError", "rank 10 has aborted the group")
 
 
 def test_signals_are_handled_in_waits(run: RankRunner) -> None:
-    said = values(run(2, ends.is_interrupted))
+    said = values(run(2, programs.is_interrupted))
     assert said[0] == ["KeyboardInterrupt"] * 3 + ["nothing", "KeyboardInterrupt"]
     assert said[1] == ["PeerFailedError: rank 10 was interrupted in barrier"]
 
@@ -164,8 +132,6 @@ def test_poison_stays(run: RankRunner) -> None:
     [
         (2, programs.sends_and_receives),
         (4, programs.sends_and_receives),
-        (3, programs.receives_in_any_order),
-        (2, programs.messages_do_not_overtake),
         (2, programs.receives_what_a_rank_sent_before_it_left),
     ],
 )

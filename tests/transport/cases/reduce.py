@@ -152,6 +152,17 @@ def reduce_scatter_shapes(rank, world_size):
     same(out, want, "reduce_scatter_single of a matrix")
 
 
+@case(2, 4, shm_only="gloo wants pieces of one size")
+def reduce_scatter_uneven(rank, world_size):
+    """Pieces whose sizes differ, and some that are empty."""
+    for base in (0, 3, 40_000, 900_000):
+        counts = [0 if to % 3 == 2 else base + 5 * to for to in range(world_size)]
+        out = torch.zeros(counts[rank])
+        pieces = [values(count, torch.float32, rank=rank, seed=to) for to, count in enumerate(counts)]
+        dist.reduce_scatter(out, pieces)
+        same(out, reduced("SUM", every(counts[rank], torch.float32, world_size, seed=rank)), "uneven", base)
+
+
 @case(3, shm_only="gloo refuses these dtypes")
 def reduce_scatter_other_integers(rank, world_size):
     for dtype in OTHER_INTEGERS:
