@@ -202,7 +202,9 @@ class Obituary:
         os.close(descriptor)
 
 
-def heard_of(call: Callable[[], Any], obituary: Obituary | None = None) -> Loss | None:
+def heard_of(
+    call: Callable[[], Any], obituary: Obituary | None = None, *, group: dist.ProcessGroup | None = None
+) -> Loss | None:
     """Make ``call`` and then meet the others; what came of it if that failed.
 
     The seconds are counted from the death, if ``obituary`` has it, else from the call.
@@ -210,8 +212,8 @@ def heard_of(call: Callable[[], Any], obituary: Obituary | None = None) -> Loss 
     started = time.monotonic()
     try:
         call()
-        # Who dies after its last word in a collective has done its part of it: the next one finds out.
-        dist.barrier()
+        # A rank that dies after its last word in a collective has done its part of it: the next one finds out.
+        dist.barrier(group=group)
     except Exception as error:
         heard = time.monotonic()
         since = started if obituary is None or obituary.at is None else max(started, obituary.at)

@@ -17,7 +17,6 @@ from paceline.transport.shm import kernel
 from paceline.transport.shm.segment import DIRECTORY
 
 from . import killing
-from .requirements import needs_shm
 
 NOBODY = 65534
 CLONE_FS, CLONE_NEWNS = 0x00000200, 0x00020000
@@ -26,12 +25,7 @@ MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 
 
-@pytest.fixture(autouse=True)
-def _shm_and_no_segment_left():
-    needs_shm()
-    before = killing.segments()
-    yield
-    assert killing.segments() <= before
+pytestmark = pytest.mark.usefixtures("no_segment_left")
 
 
 @pytest.fixture
