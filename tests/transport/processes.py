@@ -6,6 +6,7 @@ Processes come from a fork server that has imported torch once, so that a test m
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import multiprocessing
 import os
@@ -162,3 +163,23 @@ def values(outcomes: list[Outcome]) -> list[Any]:
         assert outcome.error is None, f"rank {outcome.rank}: {outcome.error}: {outcome.message}"
         assert outcome.exit_code is None, f"rank {outcome.rank} ended with {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]
+
+
+class _Notices(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@contextmanager
+def notices() -> Iterator[list[str]]:
+    """What the package warns of."""
+    handler = _Notices()
+    logging.getLogger("paceline").addHandler(handler)
+    try:
+        yield handler.said
+    finally:
+        logging.getLogger("paceline").removeHandler(handler)

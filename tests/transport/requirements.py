@@ -19,3 +19,13 @@ def needs_shm() -> None:
     reason = _why_not()
     if reason is not None:
         pytest.skip(f"no shared-memory transport here: {reason}")
+
+
+def needs_hosts() -> None:
+    """Skip where no hosts can be made of namespaces, or their ranks could not share memory."""
+    from tests.transport._hosts import why_no_hosts
+
+    needs_shm()
+    reason = why_no_hosts()
+    if reason is not None:
+        pytest.skip(f"no hosts to test with: {reason}")
