@@ -369,7 +369,8 @@ def soak(runs: int, *, seed: int = 0, progress: Callable[[str], None] = lambda l
                         wrong.append(f"{plan}: the victim ended with {other.exitcode}, not by its fault")
                     other.join()
                     other.close()
-                wrong += _judge(plan, left)
+                if plan.phase != "rendezvous":
+                    wrong += judge(plan, left.loss)
                 if plan.number == WARM_RUNS - 1:
                     warm = left
                 progress(f"{plan.number}: {plan.phase}, {plan.call}: {left}")
@@ -397,28 +398,37 @@ def _clear_away() -> None:
         pass
 
 
-def _judge(plan: Plan, left: Left) -> Iterator[str]:
-    if plan.phase == "rendezvous":
-        return
-    if left.loss is None:
-        yield f"{plan}: the survivor saw no error"
-    elif left.loss.error != "RankLostError" or left.loss.lost != plan.victim:
-        yield f"{plan}: {left.loss}"
-    elif left.loss.seconds > NOTICED_WITHIN_S:
-        yield f"{plan}: noticed after {left.loss.seconds:.1f} s"
+def judge(plan: Any, loss: Loss | None, *, within_s: float = NOTICED_WITHIN_S) -> Iterator[str]:
+    """What is wrong with how a rank heard of the victim of ``plan``."""
+    if loss is None:
+        yield f"{plan}: a survivor saw no error"
+    elif loss.error != "RankLostError" or loss.lost != plan.victim:
+        yield f"{plan}: {loss}"
+    elif loss.seconds > within_s:
+        yield f"{plan}: noticed after {loss.seconds:.1f} s"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.transport.killing", description=__doc__)
+    options = parse(argv, "tests.transport.killing", __doc__)
+    started = time.monotonic()
+    wrong = soak(options.runs, seed=options.seed, progress=print if options.verbose else lambda line: None)
+    return conclude(wrong, f"{options.runs} killed runs in {time.monotonic() - started:.0f} s")
+
+
+def parse(argv: list[str] | None, program: str, description: str | None) -> argparse.Namespace:
+    """The options of a soak."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--runs", type=int, default=200, metavar="N", help="how many ranks to kill; default 200")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-v", "--verbose", action="store_true")
-    options = parser.parse_args(argv)
-    started = time.monotonic()
-    wrong = soak(options.runs, seed=options.seed, progress=print if options.verbose else lambda line: None)
+    return parser.parse_args(argv)
+
+
+def conclude(wrong: list[str], done: str) -> int:
+    """Print what a soak has found, and return its exit status."""
     for line in wrong:
         print(line)
-    print(f"{options.runs} killed runs in {time.monotonic() - started:.0f} s, {len(wrong)} faults found")
+    print(f"{done}, {len(wrong)} faults found")
     return 1 if wrong else 0
 
 

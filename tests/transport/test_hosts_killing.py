@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from .killing import NOTICED_WITHIN_S
-from .killing_hosts import Hosts, Plan, judge, run
+from .killing import NOTICED_WITHIN_S, judge
+from .killing_hosts import Hosts, Plan, run
 from .requirements import needs_hosts
 
 PLANS = [
@@ -36,7 +36,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_on_every_host(tmp_path: Path, p
     wrong: list[str] = []
     with Hosts(is_forking=True) as hosts:
         for number, plan in enumerate(plans):
-            heard = run(hosts, plan, str(tmp_path / f"store{number}"))
-            wrong += judge(plan, heard, within_s=NOTICED_WITHIN_S + 2.0)  # on a loaded machine
+            for loss in run(hosts, plan, str(tmp_path / f"store{number}")):
+                wrong += judge(plan, loss, within_s=NOTICED_WITHIN_S + 2.0)  # on a loaded machine
         assert [hosts.segments(host) for host in range(2)] == [[], []]
     assert not wrong

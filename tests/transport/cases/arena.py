@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..conformance import case
-from ..inputs import HUGE, OPS, every, reduce_op, reduced, same, supports, values
+from ..inputs import FLOATS, HUGE, defined, every, is_rounded, reduce_op, reduced, same, values
 
 ONLY = "gloo has no shared memory"
 
@@ -25,17 +25,14 @@ def _allocate(nbytes: int, group: dist.ProcessGroup | None = None) -> torch.Tens
 
 @case(2, 3, shm_only=ONLY)
 def sums(rank, world_size):
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
-        for op in OPS:
-            if not supports(op, dtype):
-                continue
-            for count in (1, 7, 1023, 40_001) if op == "SUM" else (1023,):
-                memory = _allocate(count * dtype.itemsize).view(dtype)
-                inputs = every(count, dtype, world_size, op=op)
-                memory.copy_(inputs[rank])
-                dist.all_reduce(memory, reduce_op(op))
-                rounded = op == "AVG" and world_size == 3
-                same(memory, reduced(op, inputs), "zero copy", dtype, op, count, rounded=rounded)
+    for dtype, op in defined((*FLOATS, torch.int64)):
+        for count in (1, 7, 1023, 40_001) if op == "SUM" else (1023,):
+            memory = _allocate(count * dtype.itemsize).view(dtype)
+            inputs = every(count, dtype, world_size, op=op)
+            memory.copy_(inputs[rank])
+            dist.all_reduce(memory, reduce_op(op))
+            rounded = is_rounded(op, world_size)
+            same(memory, reduced(op, inputs), "zero copy", dtype, op, count, rounded=rounded)
 
 
 @case(2, 4, shm_only=ONLY)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 import torch.distributed as dist
 
 from ..conformance import case
-from ..inputs import GLOO_DTYPES, HUGE, OTHER_INTEGERS, SIZES, same, values
+from ..inputs import GLOO_DTYPES, HUGE, OTHER_INTEGERS, SIZES, in_threads, same, values
 
 LARGE = 1_500_001
 
@@ -177,27 +175,17 @@ def subgroup(rank, world_size):
 def several_threads(rank, world_size):
     """Each thread has a tag; messages of one never reach another."""
     other = 1 - rank
-    errors: list[BaseException] = []
 
     def talk(tag: int) -> None:
-        try:
-            for turn in range(20):
-                count = 1 + 997 * turn
-                got = torch.zeros(count)
-                sending = dist.isend(_message(count, torch.float32, frm=rank, to=other, number=tag), other, tag=tag)
-                dist.recv(got, other, tag=tag)
-                sending.wait()
-                same(got, _message(count, torch.float32, frm=other, to=rank, number=tag), "thread", tag, turn)
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(20):
+            count = 1 + 997 * turn
+            got = torch.zeros(count)
+            sending = dist.isend(_message(count, torch.float32, frm=rank, to=other, number=tag), other, tag=tag)
+            dist.recv(got, other, tag=tag)
+            sending.wait()
+            same(got, _message(count, torch.float32, frm=other, to=rank, number=tag), "thread", tag, turn)
 
-    threads = [threading.Thread(target=talk, args=(tag,)) for tag in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(talk, 3)
 
 
 @case()
