@@ -48,14 +48,6 @@ MEETING_TIMEOUT_S = 1.0
 STUCK_S = 25.0
 
 
-def _sum(count: int) -> Callable[[], None]:
-    return lambda: dist.all_reduce(torch.ones(count))
-
-
-def _waited(count: int) -> None:
-    dist.all_reduce(torch.ones(count), async_op=True).wait()
-
-
 def _gather() -> None:
     outs = [torch.zeros(SMALL) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(torch.ones(SMALL), outs)
@@ -95,9 +87,9 @@ _memory: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.Tensor] = weakref.We
 
 # Collectives to die in.
 CALLS: dict[str, Callable[[], None]] = {
-    "small all_reduce": _sum(SMALL),
-    "large all_reduce": _sum(LARGE),
-    "asynchronous all_reduce": lambda: _waited(LARGE),
+    "small all_reduce": lambda: dist.all_reduce(torch.ones(SMALL)),
+    "large all_reduce": lambda: dist.all_reduce(torch.ones(LARGE)),
+    "asynchronous all_reduce": lambda: dist.all_reduce(torch.ones(LARGE), async_op=True).wait(),
     "zero-copy all_reduce": _zero_copy,
     "barrier": lambda: dist.barrier(),
     "broadcast": lambda: dist.broadcast(torch.ones(SMALL), 0),

@@ -12,19 +12,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerFailedError
+from paceline.transport.hosts.rendezvous import meet
 from paceline.transport.shm.codes import DTYPES, Kind, Op
-from paceline.transport.shm.kernel import Job
-from tests.transport.processes import TIMEOUT_S, Rank
+from paceline.transport.shm.kernel import Endpoint, Job
+from paceline.transport.shm.segment import Segment
 
-# Ranks share the cores.
-torch.set_num_threads(1)
-
+TIMEOUT_S = 60.0
 # Around everything that changes with size: nothing, less than a line, the small limit and one half.
 SIZES = (0, 7, 8193, 100_003)
 SEVERAL_CHUNKS = 700_001
@@ -35,6 +36,32 @@ ALARM_S = 0.15
 
 
 # -- helpers -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a program is given. In messages, ranks are called 10, 11, ..."""
+
+    endpoint: Endpoint
+    control: Segment
+    rank: int
+    size: int
+
+    def settle(self) -> None:
+        """Wait until every rank has come here."""
+        self.endpoint.barrier(timeout_s=TIMEOUT_S, inline=True).wait()
+
+
+def run_program(rank: int, world_size: int, program: Callable[..., Any], *args: Any) -> Any:
+    """Give ``program`` an endpoint of its own, beside the process group of the rank."""
+    store = dist.PrefixStore("kernel", dist.distributed_c10d._get_default_store())
+    met = meet(store, rank=rank, size=world_size, names=range(10, 10 + world_size))
+    assert met.endpoint is not None, met.reason
+    assert met.control is not None
+    value = program(Rank(met.endpoint, met.control, rank, world_size), *args)
+    met.endpoint.close()
+    met.control.close()
+    return value
 
 
 def data(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -115,7 +142,7 @@ def cases() -> Iterator[tuple[torch.dtype, Op]]:
 # -- collectives ---------------------------------------------------------------------------------------------
 
 
-def reduces_every_dtype_and_op(rank: Rank, *, sizes: tuple[int, ...]) -> int:
+def reduces_every_dtype_and_op(rank: Rank, sizes: tuple[int, ...]) -> int:
     checked = 0
     for number, (dtype, op) in enumerate(cases()):
         is_plain_sum = (dtype, op) == (torch.float32, Op.SUM)
@@ -236,23 +263,24 @@ def is_refused(rank: Rank) -> list[str]:
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def one_poisons(rank: Rank) -> None:
+def one_poisons(rank: Rank) -> tuple[str, int | None]:
     if rank.rank == 1:
         rank.endpoint.poison("the dog ate the gradients", blamed=11)
-    t = torch.ones(100_000)
-    all_reduce(rank, t).wait()
+    try:
+        all_reduce(rank, torch.ones(100_000)).wait()
+    except PeerFailedError as error:
+        return str(error), error.rank
+    return "nothing", None
 
 
-def one_aborts(rank: Rank) -> None:
+def one_aborts(rank: Rank) -> str:
     """Ranks 1 and 2 are in a collective that rank 0, which waits for a message, never joins; rank 2 aborts."""
-    t = torch.ones(10)
     if rank.rank == 0:
-        recv(rank, t, 1).wait()
-        return
-    job = all_reduce(rank, t, inline=False)
+        return said_by(recv(rank, torch.ones(10), 1).wait)
+    job = all_reduce(rank, torch.ones(10), inline=False)
     if rank.rank == 2:
         rank.endpoint.abort()
-    job.wait()
+    return said_by(job.wait)
 
 
 def stays_poisoned(rank: Rank) -> list[str]:
@@ -345,7 +373,9 @@ def _during(wait: Callable[[], Any], handler: Callable[..., None] = _raise) -> s
         signal.setitimer(signal.ITIMER_REAL, ALARM_S)
         wait()
 
-    return said_by(wait_with_alarm)
+    said = said_by(wait_with_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return said
 
 
 def is_interrupted(rank: Rank) -> list[str]:
@@ -383,8 +413,7 @@ def is_aborted_while_it_closes(rank: Rank) -> str:
     """Rank 0 closes, which waits for rank 1 in a collective; aborting ends that."""
     if rank.rank == 1:
         rank.settle()
-        recv(rank, torch.zeros(1), 0, 0).wait()
-        return "nothing"
+        return said_by(recv(rank, torch.zeros(1), 0).wait)
     rank.settle()
     job = all_reduce(rank, torch.ones(10), inline=False)
     closing = threading.Thread(target=rank.endpoint.close)
@@ -398,5 +427,4 @@ def is_aborted_while_it_closes(rank: Rank) -> str:
     # Whoever gives up late finds nobody to tell, and that is no error.
     rank.endpoint.poison("too late", blamed=None)
     rank.endpoint.abort()
-    job.wait()
-    return "nothing"
+    return said_by(job.wait)

@@ -16,7 +16,7 @@ from paceline.transport.shm import kernel
 from paceline.transport.shm.segment import DIRECTORY
 
 from . import killing
-from .processes import notices
+from .notices import notices
 
 NOBODY = 65534
 CLONE_FS, CLONE_NEWNS = 0x00000200, 0x00020000

@@ -19,7 +19,7 @@ from paceline.transport import creation
 from paceline.transport.hosts import rendezvous
 from paceline.transport.hosts.rendezvous import meet
 from paceline.transport.shm import codes, kernel, segment
-from tests.transport.processes import notices
+from tests.transport.notices import notices
 from tests.transport.requirements import needs_shm
 
 

@@ -35,18 +35,14 @@ from paceline.errors import (
     StateError,
 )
 from paceline.transport.shm.codes import ACTIONS, MAX_RANKS, PHASES, Action, Op, Outcome, dtype_number
-from paceline.transport.shm.library import functions, library, why_not
+from paceline.transport.shm.library import functions, library
+from paceline.transport.shm.library import reason_unavailable as reason_unavailable
 
 if TYPE_CHECKING:
     import torch
 
 # The handle of a job while it is not known whether the kernel has it.
 _NOT_YET = 0
-
-
-def reason_unavailable() -> str | None:
-    """Why the kernel cannot be used in this installation, or None if it can."""
-    return why_not()
 
 
 def control_nbytes(size: int) -> int:
@@ -364,27 +360,26 @@ class Endpoint:
         return self._asynchronous(function, *arguments, False, keep=keep)
 
     def _asynchronous(self, function: Any, *arguments: object, keep: object) -> Job:
+        return self._begin(self._collectives, function, *arguments, keep=keep)
+
+    def _message(self, function: Any, *arguments: object, keep: object) -> Job:
+        with self._lock:
+            self._messages[:] = [other for other in self._messages if not other.done()]
+        return self._begin(self._messages, function, *arguments, keep=keep)
+
+    def _begin(self, jobs: deque[Job] | list[Job], function: Any, *arguments: object, keep: object) -> Job:
         endpoint = self._open()
         job = Job(self._library, keep)
         with self._lock:
             self._drop_ended()
-            self._collectives.append(job)
+            jobs.append(job)
         try:
             return job.began(function(endpoint, *arguments))
         except BaseException:
-            self._stray(self._collectives, job)
-            raise
-
-    def _message(self, function: Any, *arguments: object, keep: object) -> Job:
-        endpoint = self._open()
-        job = Job(self._library, keep)
-        with self._lock:
-            self._messages = [other for other in self._messages if not other.done()]
-            self._messages.append(job)
-        try:
-            return job.began(function(endpoint, *arguments))
-        except BaseException:
-            self._stray(self._messages, job)
+            with self._lock:
+                if job in jobs:
+                    jobs.remove(job)
+                self._strays.append(job)
             raise
 
     # [Note: kept memory] A caller may drop a job, or be interrupted (Ctrl-C) before it has it. The memory has to stay
@@ -401,12 +396,6 @@ class Endpoint:
     def _drop_ended(self) -> None:
         while self._collectives and self._collectives[0].done():
             self._collectives.popleft()._let_go()
-
-    def _stray(self, jobs: deque[Job] | list[Job], job: Job) -> None:
-        with self._lock:
-            if job in jobs:
-                jobs.remove(job)
-            self._strays.append(job)
 
 
 def _columns(pieces: Sequence[tuple[int, int]]) -> tuple[ctypes.Array[c_uint64], ctypes.Array[c_uint64]]:
