@@ -212,7 +212,7 @@ class Hosts:
         return answer
 
     def _show_stacks(self) -> None:
-        """Have every rank that lives say on stderr where it is: who is stuck waits for another."""
+        """Have every rank that lives say on stderr where it is, since a rank that is stuck waits for another."""
         for process in self._ranks:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)

@@ -62,7 +62,7 @@ INSIDE = ("before_publish", "published", "passed")
 
 @dataclass(frozen=True)
 class Plan:
-    """Who dies where."""
+    """Which rank dies, and where."""
 
     call: str
     phase: str
@@ -81,7 +81,7 @@ def plans(runs: int, *, seed: int = 0) -> Iterator[Plan]:
         call for call in COLLECTIVES if call.endswith(("all_to_all", "gather", "scatter", "sparse all_reduce"))
     ]
     every += [Plan(call, phase, rng.choice(LEADERS), 1) for call in exchanges for phase in ("agree", "agreed")]
-    # Who receives has three to receive; the others, one message to send.
+    # The rank that receives has three messages to receive; the others have one to send.
     every += [Plan(call, "message", rank) for call in MESSAGES for rank in ranks]
     every += [Plan("messages around", "message", rank, 1) for rank in ranks] + [
         Plan("messages to one", "message", 1, 2)

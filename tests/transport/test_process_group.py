@@ -216,7 +216,7 @@ def _too_late(rank, world_size):
     return raised.value.rank
 
 
-def test_the_time_out_of_the_group_names_who_did_not_come(shm):
+def test_the_time_out_of_the_group_names_the_rank_that_did_not_come(shm):
     assert shm(_too_late) == [1, None]
 
 
@@ -305,7 +305,7 @@ def _raises_while_buckets_become_shared(rank, world_size):
     return caught.value.rank
 
 
-def test_who_waits_to_share_buckets_hears_of_a_failure(shm):
+def test_a_rank_that_waits_to_share_buckets_hears_of_a_failure(shm):
     assert shm(_raises_while_buckets_become_shared, group_timeout_s=120)[0] == 1
 
 

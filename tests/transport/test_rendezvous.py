@@ -61,7 +61,7 @@ def _meet_twice(rank, world_size):
     for _ in range(2):
         meeting = meet(store, rank=rank, size=world_size)
         assert meeting.reason is None
-        # Addresses of a backend between hosts, say.
+        # Such are the addresses of a backend between hosts.
         assert not meeting.store.check([f"address/{rank}"])
         meeting.store.set(f"address/{rank}", "here")
         meeting.endpoint.barrier(timeout_s=30, inline=True).wait()

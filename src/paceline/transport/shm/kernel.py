@@ -256,9 +256,8 @@ class Endpoint:
         self, src: int, nbytes: int, *, kind: int, dtype: torch.dtype, timeout_s: float, keep: object
     ) -> Job:
         """Send any number of bytes to everybody; :meth:`Job.part` has everybody's when the job has ended."""
-        return self._asynchronous(
-            self._library.pl_gather_unequal, src, nbytes, kind, dtype_number(dtype), timeout_s, keep=keep
-        )
+        what = (src, nbytes, kind, dtype_number(dtype), timeout_s)
+        return self._begin(self._collectives, self._library.pl_gather_unequal, *what, keep=keep)
 
     def barrier(self, *, timeout_s: float, inline: bool) -> Job:
         """Wait until every rank has come this far."""
@@ -357,10 +356,7 @@ class Endpoint:
         if inline:
             handle = function(self._open(), *arguments, True)
             return self._done if handle is None else self._unfinished(handle, keep)
-        return self._asynchronous(function, *arguments, False, keep=keep)
-
-    def _asynchronous(self, function: Any, *arguments: object, keep: object) -> Job:
-        return self._begin(self._collectives, function, *arguments, keep=keep)
+        return self._begin(self._collectives, function, *arguments, False, keep=keep)
 
     def _message(self, function: Any, *arguments: object, keep: object) -> Job:
         with self._lock:
