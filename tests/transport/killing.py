@@ -36,6 +36,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.transport.shm.kernel import fail_at
+from paceline.transport.shm.segment import Segment
+
 from .conformance import SHM, assert_shared_memory
 
 SMALL, LARGE = 1023, 3_000_001
@@ -142,13 +145,6 @@ def start_group(path: str, *, rank: int, world_size: int, timeout_s: float = 30.
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-
-
-def die_at(phase: str, *, count: int = 0, action: Any = "kill") -> None:
-    """From now on this process dies (or stops) when the kernel reaches ``phase``."""
-    from paceline.transport.shm import kernel
-
-    kernel.fail_at(phase, count=count, action=action)
 
 
 def segments() -> set[str]:
@@ -303,7 +299,7 @@ def _die(plan: Plan, rank: int, directory: str) -> None:
         if plan.phase == "anywhere":
             # Killed from outside, wherever it may be: what an out-of-memory killer does.
             os.kill(os.getpid(), signal.SIGKILL)
-        die_at(plan.phase, count=plan.count)
+        fail_at(plan.phase, count=plan.count)
     heard_of(CALLS[plan.call])
     # A bystander leaves without a word as well: the survivor has its error by then, or will have.
     os._exit(3 if rank == plan.victim else 0)
@@ -311,8 +307,6 @@ def _die(plan: Plan, rank: int, directory: str) -> None:
 
 def _die_while_meeting() -> None:
     """Die while a segment of this rank has a name: the next rank that makes one has to clear it away."""
-    from paceline.transport.shm.segment import Segment
-
     original = Segment.create
 
     def create_and_die(nbytes: int) -> Segment:
@@ -361,15 +355,7 @@ def soak(
                     left = None
                 if left is None:
                     return [*wrong, f"{plan}: the survivor died, or gave no answer in 60 s"]
-                for rank, other in enumerate(others, start=1):
-                    other.join(20)
-                    if other.exitcode is None:
-                        other.kill()
-                        wrong.append(f"{plan}: rank {rank} did not end")
-                    elif rank == plan.victim and other.exitcode != -signal.SIGKILL:
-                        wrong.append(f"{plan}: the victim ended with {other.exitcode}, not by its fault")
-                    other.join()
-                    other.close()
+                wrong += _ends(plan, others)
                 if plan.phase != "rendezvous":
                     wrong += judge(plan, left.loss, within_s=within_s)
                 if plan.number == WARM_RUNS - 1:
@@ -391,10 +377,21 @@ def soak(
     return wrong
 
 
+def _ends(plan: Plan, others: list[Any]) -> Iterator[str]:
+    """Wait until the ranks from 1 on have ended, and say what is wrong with how they did."""
+    for rank, other in enumerate(others, start=1):
+        other.join(20)
+        if other.exitcode is None:
+            other.kill()
+            yield f"{plan}: rank {rank} did not end"
+        elif rank == plan.victim and other.exitcode != -signal.SIGKILL:
+            yield f"{plan}: the victim ended with {other.exitcode}, not by its fault"
+        other.join()
+        other.close()
+
+
 def _clear_away() -> None:
     """Whoever makes the next segment removes those of the dead: be that one."""
-    from paceline.transport.shm.segment import Segment
-
     with Segment.create(1):
         pass
 

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.transport.shm.kernel import fail_at
+
 from ._hosts import KILLED, Hosts, why_no_hosts
-from .killing import CALLS, SMALL, Loss, Obituary, conclude, die_at, heard_of, judge, parse, start_group
+from .killing import CALLS, SMALL, Loss, Obituary, conclude, heard_of, judge, parse, start_group
 
 WORLD_SIZE = 4
 LEADERS = (0, 2)
@@ -139,7 +141,7 @@ def _prepare(plan: Plan, kill: Callable[[], None]) -> None:
         for name in ("send", "recv"):
             _around(Messages, name, kill, after=False, alive=alive)
     else:
-        die_at(plan.phase, count=plan.count)
+        fail_at(plan.phase, count=plan.count)
 
 
 def _around(owner: Any, name: str, kill: Callable[[], None], *, after: bool, alive: Iterator[int]) -> None:

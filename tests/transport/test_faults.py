@@ -1,6 +1,6 @@
 """Ranks that die, stop or leave: every other rank hears of it, by name and in time, and nothing is left behind.
 
-Faults are scripted: the kernel is told at which of its phases to kill its process (``killing.die_at``).
+Faults are scripted: the kernel is told at which of its phases to kill its process (``kernel.fail_at``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.testing import RankError
+from paceline.transport.shm.kernel import fail_at
 
 from . import killing
 from .conformance import SHM
-from .killing import CALLS, LARGE, NOTICED_WHEN_BUSY_S, PHASES, SMALL, Loss, Obituary, die_at, heard_of
+from .killing import CALLS, LARGE, NOTICED_WHEN_BUSY_S, PHASES, SMALL, Loss, Obituary, heard_of
 
 STOP_TIMEOUT_S = 1.5
 
@@ -51,7 +52,7 @@ def _dies_in(rank, world_size, victim, call, phase, count):
     obituary = Obituary(victim)
     dist.barrier()
     if rank == victim:
-        die_at(phase, count=count)
+        fail_at(phase, count=count)
     loss = heard_of(CALLS[call], obituary)
     if rank == victim:
         raise AssertionError(f"{call} does not reach {phase} ({count} times)")
@@ -86,7 +87,7 @@ def _dies_talking(rank, world_size, victim, phase):
     dist.barrier()
     other = 1 - rank
     if rank == victim:
-        die_at(phase)
+        fail_at(phase)
 
     def talk() -> None:
         if (phase == "sending") == (rank == victim):
@@ -128,7 +129,7 @@ def test_waiting_for_a_message_of_the_dead(ranks, how):
 def _after_the_death(rank, world_size):
     dist.barrier()
     if rank == 1:
-        die_at("staged")
+        fail_at("staged")
     first = heard_of(CALLS["small all_reduce"])
     again = heard_of(CALLS["small all_reduce"])
     work = heard_of(lambda: dist.all_reduce(torch.ones(3), async_op=True).wait())
@@ -153,7 +154,7 @@ def test_the_group_stays_broken_and_can_be_left(ranks):
 def _dies_with_works_pending(rank, world_size):
     dist.barrier()
     if rank == 1:
-        die_at("published", count=8)
+        fail_at("published", count=8)
     works = [dist.all_reduce(torch.ones(100_003), async_op=True) for _ in range(10)]
     if rank == 1:
         works[-1].wait()
@@ -178,7 +179,7 @@ def _dies_in_a_subgroup(rank, world_size):
     dist.barrier()
     members = (1, 3) if rank in (1, 3) else (0, 2)
     if rank == 3:
-        die_at("staged")
+        fail_at("staged")
     tensor = torch.ones(SMALL)
     loss = heard_of(lambda: dist.all_reduce(tensor, group=groups[members]), group=groups[members])
     return loss or tensor.sum().item()
@@ -207,7 +208,7 @@ def _dies_in_backward(rank, world_size, which):
         model(torch.randn(8, 64)).sum().backward()
     dist.barrier()
     if rank == 1:
-        die_at("before_publish", count=1)
+        fail_at("before_publish", count=1)
 
     def step() -> None:
         for _ in range(3):
@@ -237,7 +238,7 @@ def _stops(rank, world_size, call):
     # Not from the start: ranks may be late to the making of the group.
     dist.group.WORLD.set_timeout(timedelta(seconds=STOP_TIMEOUT_S))
     if rank == 1:
-        die_at("before_publish", action="stop")
+        fail_at("before_publish", action="stop")
     loss = heard_of(CALLS[call])
     if rank == 1:
         raise AssertionError("it was to be stopped")
