@@ -29,10 +29,11 @@ STOP_TIMEOUT_S = 1.5
 pytestmark = pytest.mark.usefixtures("no_segment_left")
 
 
-def _losses(ranks, body, *args, victim: int, world_size: int = 2, **options) -> dict[int, Loss]:
+def _losses(ranks, body, *args, victim: int, world_size: int = 2) -> dict[int, Loss]:
     """Run ``body`` on ranks of which ``victim`` dies; how the others heard of it."""
     with pytest.raises(RankError) as caught:
-        ranks(body, *args, world_size=world_size, backend=SHM, **options)
+        # The first test of a worker also starts the ranks, which takes a minute on a busy machine.
+        ranks(body, *args, world_size=world_size, backend=SHM, timeout=150)
     failures = caught.value.failures
     assert set(failures) == {victim}, f"not only rank {victim} failed:\n{caught.value}"
     assert failures[victim].error_type == "", f"rank {victim} did not die: {failures[victim]}"
