@@ -29,8 +29,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import pytest
-
 _LINK = "link0"
 _NETWORK = "10.213.0"
 _PORT = 29500
@@ -144,17 +142,6 @@ class Hosts:
         """Names in the host's /dev/shm."""
         return [name for name in self._inside(host, "ls", "/dev/shm").stdout.split() if name.startswith("paceline-")]
 
-    def limit(self, rate: str) -> None:
-        """Let no more than ``rate`` (as ``tc`` has it: 1gbit) through the link, either way."""
-        for space in self._spaces:
-            done = _command(
-                *("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", _LINK, "root"),
-                *("tbf", "rate", rate, "burst", "256k", "latency", "50ms"),
-                check=False,
-            )
-            if done.returncode != 0:
-                pytest.skip(f"the link cannot be limited here: {done.stderr.strip()}")
-
     # -- making and ending -----------------------------------------------------------------------------------
 
     def _make(self) -> None:
@@ -225,7 +212,7 @@ class Hosts:
         return answer
 
     def _show_stacks(self) -> None:
-        """Have every rank that lives say on stderr where it is: who is stuck waits for another."""
+        """Have every rank that lives say on stderr where it is, since a rank that is stuck waits for another."""
         for process in self._ranks:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.testing import RankPool
+from tests.transport.killing import segments
+from tests.transport.requirements import needs_shm
 
 
 @pytest.fixture(scope="package")
@@ -20,3 +22,12 @@ def _large_pool() -> Iterator[RankPool]:
 def many_ranks(_large_pool: RankPool) -> Callable[..., list[Any]]:
     """As ``ranks``, for up to 16: ranks that are started for these tests and ended after them."""
     return _large_pool.run
+
+
+@pytest.fixture
+def no_segment_left() -> Iterator[None]:
+    """Whatever becomes of ranks, nothing of them stays in the shared-memory file system."""
+    needs_shm()
+    before = segments()
+    yield
+    assert segments() <= before

@@ -33,7 +33,12 @@ from .inputs import reduce_op
 BATCH = 50
 GROUP_TIMEOUT_S = 20.0
 
+# gloo's works of these have no future.
+WITHOUT_FUTURE = ("reduce_scatter", "reduce_scatter_single", "barrier", "message", "message_from_any")
+
 Group = Any
+Started = tuple[Any, list[torch.Tensor]]
+"""A work, if there is one to wait for, and the outputs."""
 
 
 # -- running --------------------------------------------------------------------------------------------------
@@ -47,17 +52,16 @@ class Run:
         self.rank = rank
         self.groups = groups
         self.outputs: dict[int, list[torch.Tensor]] = {}
-        self._started: list[tuple[Any, Any]] = []
+        self._started: list[tuple[Any, bool]] = []
         self._rng = random.Random(f"{seed}/waits of rank {rank}")
 
     def run(self) -> dict[int, list[torch.Tensor]]:
         """Outputs by step number."""
         for step in program(self.seed):
             if self.rank in step.members:
-                work, outputs, inputs = getattr(self, f"_{step.kind.replace('_splits', '')}")(step)
-                self.outputs[step.number] = outputs
+                work, self.outputs[step.number] = getattr(self, f"_{step.kind}")(step)
                 if work is not None:
-                    self._started.append((work, inputs))
+                    self._started.append((work, step.kind not in WITHOUT_FUTURE))
             if step.waits:
                 self._wait(self._rng.randint(0, len(self._started)))
         self._wait(len(self._started))
@@ -66,19 +70,15 @@ class Run:
     def _wait(self, how_many: int) -> None:
         self._rng.shuffle(self._started)
         for _ in range(how_many):
-            work, inputs = self._started.pop()
+            work, has_future = self._started.pop()
             # Half of them through the future: it is what communication hooks use.
-            if inputs is not None and self._rng.random() < 0.5:
+            if has_future and self._rng.random() < 0.5:
                 work.get_future().wait()
             else:
                 work.wait()
 
-    def _call(self, step: Step, call: Callable[..., Any], *args: Any, future: bool = True, **kwargs: Any) -> Any:
-        work = call(*args, group=self._group(step), async_op=step.asynchronous, **kwargs)
-        return work, (args if future else None)
-
-    def _group(self, step: Step) -> Group:
-        return self.groups[step.members, step.copy]
+    def _call(self, step: Step, call: Callable[..., Any], *args: Any) -> Any:
+        return call(*args, group=self.groups[step.members, step.copy], async_op=step.asynchronous)
 
     def _mine(self, step: Step, *, piece: int = 0, count: int | None = None) -> torch.Tensor:
         count = step.count if count is None else count
@@ -87,42 +87,37 @@ class Run:
     def _blank(self, step: Step, count: int | None = None) -> torch.Tensor:
         return torch.zeros(step.count if count is None else count, dtype=step.dtype)
 
-    def _all_reduce(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
-        mine = self._mine(step)
-        work, inputs = self._call(step, dist.all_reduce, mine, reduce_op(step.op))
-        return work, [mine], inputs
+    def _pieces(self, step: Step) -> list[torch.Tensor]:
+        return [self._mine(step, piece=piece) for piece in range(len(step.members))]
 
-    def _reduce(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _all_reduce(self, step: Step) -> Started:
+        mine = self._mine(step)
+        return self._call(step, dist.all_reduce, mine, reduce_op(step.op)), [mine]
+
+    def _reduce(self, step: Step) -> Started:
         mine = self._mine(step)
         root = step.members[step.root]
-        work, inputs = self._call(step, dist.reduce, mine, root, reduce_op(step.op))
+        work = self._call(step, dist.reduce, mine, root, reduce_op(step.op))
         # Elsewhere the tensor is the transport's to use.
-        return work, [mine] if root == self.rank else [], inputs
+        return work, [mine] if root == self.rank else []
 
-    def _reduce_scatter(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _reduce_scatter(self, step: Step) -> Started:
         out = self._blank(step)
-        pieces = [self._mine(step, piece=piece) for piece in range(len(step.members))]
-        # gloo's work of a reduce_scatter has no future.
-        work, inputs = self._call(step, dist.reduce_scatter, out, pieces, reduce_op(step.op), future=False)
-        return work, [out], inputs
+        return self._call(step, dist.reduce_scatter, out, self._pieces(step), reduce_op(step.op)), [out]
 
-    def _reduce_scatter_single(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
-        out = self._blank(step)
-        whole = torch.cat([self._mine(step, piece=piece) for piece in range(len(step.members))])
-        work, inputs = self._call(step, dist.reduce_scatter_single, out, whole, reduce_op(step.op), future=False)
-        return work, [out], inputs
+    def _reduce_scatter_single(self, step: Step) -> Started:
+        out, whole = self._blank(step), torch.cat(self._pieces(step))
+        return self._call(step, dist.reduce_scatter_single, out, whole, reduce_op(step.op)), [out]
 
-    def _broadcast(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _broadcast(self, step: Step) -> Started:
         mine = self._mine(step)
-        work, inputs = self._call(step, dist.broadcast, mine, step.members[step.root])
-        return work, [mine], inputs
+        return self._call(step, dist.broadcast, mine, step.members[step.root]), [mine]
 
-    def _all_gather(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _all_gather(self, step: Step) -> Started:
         outs = [self._blank(step) for _ in step.members]
-        work, inputs = self._call(step, dist.all_gather, outs, self._mine(step))
-        return work, outs, inputs
+        return self._call(step, dist.all_gather, outs, self._mine(step)), outs
 
-    def _all_gather_single(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _all_gather_single(self, step: Step) -> Started:
         whole = self._blank(step, step.count * len(step.members))
         mine = self._mine(step)
         if step.layout == "offset":
@@ -131,31 +126,23 @@ class Run:
             part = whole[place * step.count : (place + 1) * step.count]
             part.copy_(mine)
             mine = part
-        work, inputs = self._call(step, dist.all_gather_single, whole, mine)
-        return work, [whole], inputs
+        return self._call(step, dist.all_gather_single, whole, mine), [whole]
 
-    def _gather(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _gather(self, step: Step) -> Started:
         root = step.members[step.root]
         outs = [self._blank(step) for _ in step.members] if root == self.rank else None
-        work, inputs = self._call(step, dist.gather, self._mine(step), outs, root)
-        return work, outs or [], inputs
+        return self._call(step, dist.gather, self._mine(step), outs, root), outs or []
 
-    def _scatter(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _scatter(self, step: Step) -> Started:
         root = step.members[step.root]
-        pieces = [self._mine(step, piece=piece) for piece in range(len(step.members))] if root == self.rank else None
         out = self._blank(step)
-        work, inputs = self._call(step, dist.scatter, out, pieces, root)
-        return work, [out], inputs
+        return self._call(step, dist.scatter, out, self._pieces(step) if root == self.rank else None, root), [out]
 
-    def _all_to_all(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
-        if step.kind == "all_to_all_splits":
-            return self._with_splits(step)
+    def _all_to_all(self, step: Step) -> Started:
         outs = [self._blank(step) for _ in step.members]
-        pieces = [self._mine(step, piece=piece) for piece in range(len(step.members))]
-        work, inputs = self._call(step, dist.all_to_all, outs, pieces)
-        return work, outs, inputs
+        return self._call(step, dist.all_to_all, outs, self._pieces(step)), outs
 
-    def _with_splits(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _all_to_all_splits(self, step: Step) -> Started:
         place = step.members.index(self.rank)
         most = min(step.count, 3000)
 
@@ -166,30 +153,25 @@ class Run:
         receives = [split(frm, place) for frm in range(len(step.members))]
         whole = self._mine(step, count=sum(sends))
         out = self._blank(step, sum(receives))
-        work, inputs = self._call(step, dist.all_to_all_single, out, whole, receives, sends)
-        return work, [out], inputs
+        return self._call(step, dist.all_to_all_single, out, whole, receives, sends), [out]
 
-    def _all_to_all_single(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _all_to_all_single(self, step: Step) -> Started:
         whole = self._mine(step, count=step.count * len(step.members))
         out = self._blank(step, step.count * len(step.members))
-        work, inputs = self._call(step, dist.all_to_all_single, out, whole)
-        return work, [out], inputs
+        return self._call(step, dist.all_to_all_single, out, whole), [out]
 
-    def _barrier(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
-        work, _ = self._call(step, dist.barrier)
-        return work, [], None
+    def _barrier(self, step: Step) -> Started:
+        return self._call(step, dist.barrier), []
 
-    def _message(self, step: Step) -> tuple[Any, list[torch.Tensor], Any]:
+    def _message(self, step: Step) -> Started:
         sender, receiver = step.members[step.root], step.members[step.to]
-        group = self._group(step)
+        place = {"group": self.groups[step.members, step.copy], "tag": step.tag}
         if self.rank == sender:
-            mine = self._mine(step)
-            return dist.isend(mine, receiver, group=group, tag=step.tag), [], None
+            return dist.isend(self._mine(step), receiver, **place), []
         if self.rank == receiver:
             out = self._blank(step)
-            source = None if step.kind == "message_from_any" else sender
-            return dist.irecv(out, source, group=group, tag=step.tag), [out], None
-        return None, [], None
+            return dist.irecv(out, None if step.kind == "message_from_any" else sender, **place), [out]
+        return None, []
 
     _message_from_any = _message
 

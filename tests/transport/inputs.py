@@ -7,7 +7,9 @@ compared to the bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,11 @@ def supports(op: str, dtype: torch.dtype) -> bool:
     if dtype.is_floating_point:
         return not op.startswith("B")
     return op != "AVG"
+
+
+def defined(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[torch.dtype, str]]:
+    """Each of ``dtypes`` with each operation that goes with it."""
+    return ((dtype, op) for dtype, op in itertools.product(dtypes, OPS) if supports(op, dtype))
 
 
 def reduce_op(op: str) -> dist.ReduceOp.RedOpType:
@@ -115,3 +122,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     # torch compares few of the unsigned types; their bits it can.
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
     return tensor.contiguous().view(signed[tensor.dtype]) if tensor.dtype in signed else tensor
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call ``work`` with 0, 1, ... on as many threads at once; raise what one of them raises."""
+    with ThreadPoolExecutor(count) as pool:
+        started = [pool.submit(work, index) for index in range(count)]
+    for one in started:
+        one.result()

@@ -8,7 +8,6 @@ between the leaders, or around a message) and looks at what the three others are
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -24,15 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.transport.shm.kernel import fail_at
+
 from ._hosts import KILLED, Hosts, why_no_hosts
-from .killing import CALLS, NOTICED_WITHIN_S, SMALL, Loss, Obituary, die_at, heard_of, start_group
+from .killing import CALLS, SMALL, Loss, Obituary, conclude, heard_of, judge, parse, start_group
 
 WORLD_SIZE = 4
 LEADERS = (0, 2)
 
 
 def _to_the_next() -> None:
-    """Everybody."""
     after, before = (dist.get_rank() + 1) % WORLD_SIZE, (dist.get_rank() - 1) % WORLD_SIZE
     sent, got = torch.ones(SMALL), torch.zeros(SMALL)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, got, before)]):
@@ -40,7 +40,7 @@ def _to_the_next() -> None:
 
 
 def _to_one() -> None:
-    """Who receives does not say of whom."""
+    """The rank that receives does not say from whom."""
     if dist.get_rank() == 1:
         for _ in range(WORLD_SIZE - 1):
             dist.recv(torch.zeros(SMALL))
@@ -64,7 +64,7 @@ INSIDE = ("before_publish", "published", "passed")
 
 @dataclass(frozen=True)
 class Plan:
-    """Who dies where."""
+    """Which rank dies, and where."""
 
     call: str
     phase: str
@@ -83,7 +83,7 @@ def plans(runs: int, *, seed: int = 0) -> Iterator[Plan]:
         call for call in COLLECTIVES if call.endswith(("all_to_all", "gather", "scatter", "sparse all_reduce"))
     ]
     every += [Plan(call, phase, rng.choice(LEADERS), 1) for call in exchanges for phase in ("agree", "agreed")]
-    # Who receives has three to receive; the others, one message to send.
+    # The rank that receives has three messages to receive; the others have one to send.
     every += [Plan(call, "message", rank) for call in MESSAGES for rank in ranks]
     every += [Plan("messages around", "message", rank, 1) for rank in ranks] + [
         Plan("messages to one", "message", 1, 2)
@@ -141,7 +141,7 @@ def _prepare(plan: Plan, kill: Callable[[], None]) -> None:
         for name in ("send", "recv"):
             _around(Messages, name, kill, after=False, alive=alive)
     else:
-        die_at(plan.phase, count=plan.count)
+        fail_at(plan.phase, count=plan.count)
 
 
 def _around(owner: Any, name: str, kill: Callable[[], None], *, after: bool, alive: Iterator[int]) -> None:
@@ -160,7 +160,7 @@ def _around(owner: Any, name: str, kill: Callable[[], None], *, after: bool, ali
 
 
 class _FatalStore(dist.Store):
-    """Who waits in it for the others has put up its own address, and dies."""
+    """A rank that waits in it for the others has put up its own address, and dies."""
 
     def __init__(self, store: dist.Store, kill: Callable[[], None]) -> None:
         super().__init__()
@@ -216,20 +216,8 @@ def run(hosts: Hosts, plan: Plan, path: str) -> list[Loss]:
     return [Loss(**found) for rank, found in enumerate(heard) if rank != plan.victim]
 
 
-def judge(plan: Plan, heard: list[Loss], *, within_s: float) -> Iterator[str]:
-    """What is wrong with it."""
-    for loss in heard:
-        if loss.error != "RankLostError" or loss.lost != plan.victim:
-            yield f"{plan}: {loss}"
-        elif loss.seconds > within_s:
-            yield f"{plan}: noticed after {loss.seconds:.1f} s"
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.transport.killing_hosts", description=__doc__)
-    parser.add_argument("--runs", type=int, default=200, metavar="N", help="how many ranks to kill; default 200")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(argv)
+    options = parse(argv, "tests.transport.killing_hosts", __doc__)
     reason = why_no_hosts()
     if reason is not None:
         print(f"no hosts to kill ranks on: {reason}")
@@ -245,16 +233,13 @@ def main(argv: list[str] | None = None) -> int:
                 wrong.append(f"{plan}: {error}")
                 continue
             seconds += [loss.seconds for loss in heard]
-            wrong += judge(plan, heard, within_s=NOTICED_WITHIN_S)
+            wrong += [fault for loss in heard for fault in judge(plan, loss)]
         stale = [name for host in range(2) for name in hosts.segments(host)]
         if stale:
             wrong.append(f"stale segments: {stale}")
-    for line in wrong:
-        print(line)
     if seconds:
         print(f"heard after {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s (at most)")
-    print(f"{options.runs} ranks killed across hosts in {time.monotonic() - started:.0f} s, {len(wrong)} faults found")
-    return 1 if wrong else 0
+    return conclude(wrong, f"{options.runs} ranks killed across hosts in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,12 @@ from .conformance import GLOO, SHM, Case
 from .requirements import needs_shm
 
 PARAMS = [
-    pytest.param(backend, case, world_size, id=f"{case.name}-{world_size}-{'shm' if backend == SHM else 'gloo'}")
+    pytest.param(
+        *(backend, case, world_size),
+        id=f"{case.name}-{world_size}-{'shm' if backend == SHM else 'gloo'}",
+        # compiled.whole_graph shows the same without a minute in a compiler.
+        marks=[pytest.mark.full] if case.name == "compiled.inductor" else [],
+    )
     for case in conformance.load()
     for world_size in case.world_sizes
     for backend in ([SHM] if case.shm_only else [SHM, GLOO])

@@ -21,20 +21,17 @@ import paceline
 from paceline import _torch
 from paceline.errors import BadCollectiveError, PacelineError
 from tests.transport import conformance
-from tests.transport._hosts import Hosts, why_no_hosts
-from tests.transport.requirements import needs_shm
+from tests.transport._hosts import Hosts
+from tests.transport.killing import NOTICED_WHEN_BUSY_S
+from tests.transport.requirements import needs_hosts
 
-_MB = 1 << 20
 # Of a rank, from one function to another.
 _groups = {}
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    needs_shm()
-    reason = why_no_hosts()
-    if reason is not None:
-        pytest.skip(f"no hosts to test with: {reason}")
+    needs_hosts()
     with Hosts(2, ranks_per_host=2) as made:
         yield made
 
@@ -50,12 +47,12 @@ def test_hosts_are_found_whatever_the_launcher_says(hosts: Hosts) -> None:
 
 
 # The cases that one host passes (``conformance``), as far as they are of collectives and suit four ranks. Some integers
-# have fewer operations here: see test_the_largest_of_uint64_is_refused.
+# have fewer operations here (see test_the_largest_of_uint64_is_refused), and pieces of a reduce_scatter have one size.
 _HOST_CASES = [
     found
     for found in conformance.load()
     if {3, 4} & set(found.world_sizes)
-    and not found.name.endswith("other_integers")
+    and not found.name.endswith(("other_integers", "uneven"))
     and found.name.partition(".")[0] in ("exchange", "forms", "layout", "point_to_point", "reduce", "work")
 ]
 
@@ -121,6 +118,7 @@ def _between(rank, world_size):
             dist.all_reduce(tensor, group=group)
             assert tensor.tolist() == [sum(members)] * 5
             said[str(members)] = paceline.transport.describe(group)
+            dist.barrier(group=group)
             dist.destroy_process_group(group)
     return said
 
@@ -189,7 +187,7 @@ _NO_BACKENDS = {
 
 
 @pytest.mark.parametrize("between", _NO_BACKENDS)
-def test_who_does_not_lead_is_told_that_leaders_cannot_connect(hosts: Hosts, between: str) -> None:
+def test_ranks_that_do_not_lead_are_told_that_leaders_cannot_connect(hosts: Hosts, between: str) -> None:
     own, why = _NO_BACKENDS[between]
     found = hosts.run(__name__, "_leaders_without_a_backend", between)
     assert all(why in said for _, said in found)
@@ -212,7 +210,7 @@ def test_a_failure_is_told_on_the_other_host(hosts: Hosts) -> None:
     for name, said, _, took_s in hosts.run(__name__, "_one_fails"):
         assert name == "DisagreementError"
         assert "rank 2 in reduce(SUM, 3 x float32) root 0, rank 3 in reduce(SUM, 3 x int32) root 0" in said
-        assert took_s < 2.0 + 2.0
+        assert took_s < NOTICED_WHEN_BUSY_S
 
 
 def _dtypes_of_hosts(group, rank):
@@ -333,40 +331,18 @@ def test_training(hosts: Hosts) -> None:
 
 def _all_reduce(rank, world_size, nbytes):
     tensor = torch.ones(nbytes // 4)
-    dist.barrier()
-    began = time.perf_counter()
     dist.all_reduce(tensor)
-    took_s = time.perf_counter() - began
     assert tensor[0].item() == tensor[-1].item() == world_size
-    return took_s
-
-
-def _measure(hosts: Hosts) -> tuple[float, float]:
-    """How many times its size an all-reduce of 16 MB sends, and how long it takes."""
-    nbytes = 16 * _MB
-    hosts.run(__name__, "_all_reduce", nbytes)
-    before = [hosts.sent_bytes(host) for host in range(2)]
-    took_s = max(hosts.run(__name__, "_all_reduce", nbytes))
-    sent = [hosts.sent_bytes(host) - was for host, was in zip(range(2), before, strict=True)]
-    return max(sent) / nbytes, took_s
 
 
 def test_a_host_sends_what_one_rank_would(hosts: Hosts) -> None:
-    times_sent, _ = _measure(hosts)
+    nbytes = 16 << 20
+    before = [hosts.sent_bytes(host) for host in range(2)]
+    hosts.run(__name__, "_all_reduce", nbytes)
+    sent = [hosts.sent_bytes(host) - was for host, was in zip(range(2), before, strict=True)]
     # Two leaders that exchange halves and results send each element once; four ranks of gloo would send it
     # one and a half times a rank, most of it over the link. The rest is headers.
-    assert 0.95 < times_sent < 1.15
-
-
-def test_with_a_link_of_one_gigabit(hosts: Hosts) -> None:
-    hosts.limit("1gbit")
-    try:
-        times_sent, took_s = _measure(hosts)
-        assert 0.95 < times_sent < 1.15
-        # 16 MB cannot pass in less: the limit is in force.
-        assert took_s > 0.9 * 16 * _MB * 8 / 1e9
-    finally:
-        hosts.limit("100gbit")
+    assert 0.95 < max(sent) / nbytes < 1.15
 
 
 def _error_of(call):
@@ -419,14 +395,11 @@ def _wait_for_the_lost(rank, world_size, lost):
     }
 
 
-@pytest.mark.parametrize(
-    "lost", [pytest.param(3, marks=pytest.mark.full), 0], ids=["a rank", "a leader, with the store"]
-)
+# In the fast lane, test_hosts_killing has a lost rank that is named on every host.
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [3, 0], ids=["a rank", "a leader, with the store"])
 def test_a_lost_rank_is_named_on_every_host(lost: int) -> None:
-    needs_shm()
-    reason = why_no_hosts()
-    if reason is not None:
-        pytest.skip(f"no hosts to test with: {reason}")
+    needs_hosts()
     with Hosts(2, ranks_per_host=2) as hosts:
         hosts.run(__name__, "_make_groups", lost)
         hosts.kill(lost)
@@ -435,5 +408,5 @@ def test_a_lost_rank_is_named_on_every_host(lost: int) -> None:
             for call, (name, said, blamed, took_s) in answers.items():
                 assert (name, blamed) == ("RankLostError", lost), (call, said)
                 assert f"rank {lost} is gone" in said, call
-                assert took_s < 2.0 + 2.0, call  # on a loaded machine
+                assert took_s < NOTICED_WHEN_BUSY_S, call
         assert [hosts.segments(host) for host in range(2)] == [[], []]

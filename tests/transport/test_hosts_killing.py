@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .killing import NOTICED_WITHIN_S
-from .killing_hosts import Hosts, Plan, judge, run, why_no_hosts
-from .requirements import needs_shm
+from .killing import NOTICED_WHEN_BUSY_S, judge
+from .killing_hosts import Hosts, Plan, run
+from .requirements import needs_hosts
 
 PLANS = [
     Plan("small all_reduce", "published", 1),
@@ -30,16 +30,13 @@ PLANS = [
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plans", [PLANS[::5], pytest.param(PLANS, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize("plans", [PLANS[::4], pytest.param(PLANS, marks=pytest.mark.full)], ids=["some", "all"])
 def test_a_rank_that_dies_in_the_middle_is_named_on_every_host(tmp_path: Path, plans: list[Plan]) -> None:
-    needs_shm()
-    reason = why_no_hosts()
-    if reason is not None:
-        pytest.skip(f"no hosts to test with: {reason}")
+    needs_hosts()
     wrong: list[str] = []
     with Hosts(is_forking=True) as hosts:
         for number, plan in enumerate(plans):
-            heard = run(hosts, plan, str(tmp_path / f"store{number}"))
-            wrong += judge(plan, heard, within_s=NOTICED_WITHIN_S + 2.0)  # on a loaded machine
+            for loss in run(hosts, plan, str(tmp_path / f"store{number}")):
+                wrong += judge(plan, loss, within_s=NOTICED_WHEN_BUSY_S)
         assert [hosts.segments(host) for host in range(2)] == [[], []]
     assert not wrong

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,9 +20,8 @@ import paceline
 from paceline.errors import BadCollectiveError, DisagreementError, PeerFailedError, RankLostError, StateError
 from paceline.transport.c10d.process_group import ShmProcessGroup
 from paceline.transport.shm import arena
+from tests.transport.conformance import SHM
 from tests.transport.requirements import needs_shm
-
-SHM = "cpu:shm"
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +216,7 @@ def _too_late(rank, world_size):
     return raised.value.rank
 
 
-def test_the_time_out_of_the_group_names_who_did_not_come(shm):
+def test_the_time_out_of_the_group_names_the_rank_that_did_not_come(shm):
     assert shm(_too_late) == [1, None]
 
 
@@ -308,7 +305,7 @@ def _raises_while_buckets_become_shared(rank, world_size):
     return caught.value.rank
 
 
-def test_who_waits_to_share_buckets_hears_of_a_failure(shm):
+def test_a_rank_that_waits_to_share_buckets_hears_of_a_failure(shm):
     assert shm(_raises_while_buckets_become_shared, group_timeout_s=120)[0] == 1
 
 
@@ -331,30 +328,3 @@ def _first_of_two_fails(rank, world_size):
 
 def test_a_work_of_several_jobs_whose_first_fails_is_announced(shm):
     assert shm(_first_of_two_fails, group_timeout_s=30) == [[2.0] * 5] * 2
-
-
-# A rank that ends without destroy_process_group, with work of the kernel's threads under way.
-_EXITS = """
-import os, sys, torch, torch.distributed as dist, paceline
-rank, path = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("cpu:shm", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-if rank == 0:
-    kept = [dist.irecv(torch.zeros(1 << 20), 1), dist.all_reduce(torch.zeros(1 << 20), async_op=True)]
-    kept[1].get_future()
-print("end", flush=True)
-"""
-
-
-def test_exit_with_work_under_way_is_no_crash(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _EXITS, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        said, errors = process.communicate(timeout=120)
-        assert (process.returncode, said) == (0, "end\n"), errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import re
 import tempfile
@@ -17,7 +16,7 @@ from paceline.transport.shm import kernel
 from paceline.transport.shm.segment import DIRECTORY
 
 from . import killing
-from .requirements import needs_shm
+from .notices import notices
 
 NOBODY = 65534
 CLONE_FS, CLONE_NEWNS = 0x00000200, 0x00020000
@@ -26,12 +25,7 @@ MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 
 
-@pytest.fixture(autouse=True)
-def _shm_and_no_segment_left():
-    needs_shm()
-    before = killing.segments()
-    yield
-    assert killing.segments() <= before
+pytestmark = pytest.mark.usefixtures("no_segment_left")
 
 
 @pytest.fixture
@@ -41,26 +35,16 @@ def fresh_ranks():
         yield pool.run
 
 
-class _Notices(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def _fallen_back(rank: int, world_size: int, path: str) -> tuple[str, list[str], float]:
     """Start a group that cannot have shared memory; what it is, what was said, and whether it works."""
-    notices = _Notices()
-    logging.getLogger("paceline").addHandler(notices)
-    killing.start_group(path, rank=rank, world_size=world_size)
-    second = dist.new_group(list(range(world_size)))
+    with notices() as said:
+        killing.start_group(path, rank=rank, world_size=world_size)
+        second = dist.new_group(list(range(world_size)))
     tensor = torch.full((70_001,), rank + 1.0)
     dist.all_reduce(tensor)
     dist.all_reduce(tensor, group=second)
     dist.barrier()
-    return type(dist.group.WORLD).__name__, notices.said, tensor[-1].item()
+    return type(dist.group.WORLD).__name__, said, tensor[-1].item()
 
 
 def _check_fallen_back(results: list[tuple[str, list[str], float]], *patterns: str) -> None:

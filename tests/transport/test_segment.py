@@ -171,7 +171,7 @@ def test_a_segment_of_a_killed_process_is_removed_by_the_next() -> None:
         assert os.path.lexists(_path(living.name))
 
 
-def test_who_looks_for_stale_ones_is_not_in_the_way_of_who_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_stale_ones_is_not_in_the_way_of_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look ends with closing the file, and that would drop locks taken in between: so nothing opens in between."""
     looking, looked, opened = threading.Event(), threading.Event(), threading.Event()
     names: list[str] = []
@@ -201,7 +201,7 @@ def test_who_looks_for_stale_ones_is_not_in_the_way_of_who_opens(monkeypatch: py
         assert opened.is_set()
         assert mine.name in names
         names.clear()
-        # Who has it open has it in the list before it is opened.
+        # A name is in the list before its file is opened.
         segment._note_open(mine.name)
         segment.remove_stale()
         assert mine.name not in names

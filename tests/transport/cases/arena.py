@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..conformance import case
-from ..inputs import HUGE, OPS, every, reduce_op, reduced, same, supports, values
+from ..inputs import FLOATS, HUGE, defined, every, is_rounded, reduce_op, reduced, same, values
 
 ONLY = "gloo has no shared memory"
 
@@ -25,39 +25,26 @@ def _allocate(nbytes: int, group: dist.ProcessGroup | None = None) -> torch.Tens
 
 @case(2, 3, shm_only=ONLY)
 def sums(rank, world_size):
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
-        for op in OPS:
-            if not supports(op, dtype):
-                continue
-            for count in (1, 7, 1023, 40_001) if op == "SUM" else (1023,):
-                memory = _allocate(count * dtype.itemsize).view(dtype)
-                inputs = every(count, dtype, world_size, op=op)
-                memory.copy_(inputs[rank])
-                dist.all_reduce(memory, reduce_op(op))
-                rounded = op == "AVG" and world_size == 3
-                same(memory, reduced(op, inputs), "zero copy", dtype, op, count, rounded=rounded)
-
-
-@case(2, 4, shm_only=ONLY)
-def several_megabytes(rank, world_size):
-    memory = _allocate(4 * HUGE).view(torch.float32)
-    for turn in range(2):
-        memory.copy_(values(HUGE, torch.float32, rank=rank, seed=turn))
-        work = dist.all_reduce(memory, async_op=True)
-        work.wait()
-        same(memory, reduced("SUM", every(HUGE, torch.float32, world_size, seed=turn)), "zero copy", turn)
+    for dtype, op in defined((*FLOATS, torch.int64)):
+        for count in (1, 7, 1023, 40_001) if op == "SUM" else (1023,):
+            memory = _allocate(count * dtype.itemsize).view(dtype)
+            inputs = every(count, dtype, world_size, op=op)
+            memory.copy_(inputs[rank])
+            dist.all_reduce(memory, reduce_op(op))
+            rounded = is_rounded(op, world_size)
+            same(memory, reduced(op, inputs), "zero copy", dtype, op, count, rounded=rounded)
 
 
 @case(2, 4, shm_only=ONLY)
 def parts(rank, world_size):
     """Slices of the memory, at offsets that differ between ranks, and next to what must stay as it is."""
-    for count in (5, 3001, 90_001):
+    for count in (5, 3001, 90_001, HUGE):
         memory = _allocate(4 * (count + 40)).view(torch.float32)
         memory.fill_(-9.0)
         start = 3 + 4 * rank
         part = memory[start : start + count]
         part.copy_(values(count, torch.float32, rank=rank))
-        dist.all_reduce(part)
+        dist.all_reduce(part, async_op=True).wait()
         same(part, reduced("SUM", every(count, torch.float32, world_size)), "a part", count)
         assert memory[:start].eq(-9.0).all()
         assert memory[start + count :].eq(-9.0).all()
@@ -65,13 +52,14 @@ def parts(rank, world_size):
 
 @case(2, 4, shm_only=ONLY)
 def some_ranks_in_it(rank, world_size):
-    """One rank's tensor lies in the memory, another's does not: the result is the same."""
+    """One rank's tensor lies in the memory, another's lies elsewhere, or in other such memory."""
     for count in (1023, 90_001):
-        memory = _allocate(4 * count).view(torch.float32)
-        mine = memory if rank == 0 else torch.zeros(count)
-        mine.copy_(values(count, torch.float32, rank=rank))
-        dist.all_reduce(mine)
-        same(mine, reduced("SUM", every(count, torch.float32, world_size)), "mixed", count)
+        one, other = (_allocate(4 * count).view(torch.float32) for _ in range(2))
+        for elsewhere in (torch.zeros(count), other):
+            mine = one if rank == 0 else elsewhere
+            mine.copy_(values(count, torch.float32, rank=rank))
+            dist.all_reduce(mine)
+            same(mine, reduced("SUM", every(count, torch.float32, world_size)), "mixed", count)
 
 
 @case(2, shm_only=ONLY)

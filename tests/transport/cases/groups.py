@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..conformance import assert_shared_memory, case
-from ..inputs import every, reduced, same, values
+from ..inputs import every, in_threads, reduced, same, values
 
 COUNT = 1023
 
@@ -94,22 +94,12 @@ def rows_and_columns(rank, world_size):
 @case()
 def threads_on_their_own_groups(rank, world_size):
     groups = [dist.new_group([0, 1]) for _ in range(4)]
-    errors: list[BaseException] = []
 
     def work(index: int) -> None:
-        try:
-            for turn in range(25):
-                _check_sum(groups[index], [0, 1], rank, count=1 + 311 * turn, seed=index)
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(25):
+            _check_sum(groups[index], [0, 1], rank, count=1 + 311 * turn, seed=index)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(work, 4)
 
 
 @case()
@@ -127,11 +117,7 @@ def threads_on_one_group(rank, world_size):
             works[turn] = dist.all_reduce(tensors[turn], async_op=True)
             turns[(index + 1) % 3].release()
 
-    threads = [threading.Thread(target=issue, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(issue, 3)
     for turn in range(total):
         works[turn].wait()
         same(tensors[turn], reduced("SUM", every(COUNT, torch.float32, world_size, seed=turn)), "turn", turn)
@@ -140,28 +126,14 @@ def threads_on_one_group(rank, world_size):
 @case()
 def same_collective_from_several_threads(rank, world_size):
     """Equal collectives at the same time from unordered threads: whichever pairs up, each gets a whole sum."""
-    results: list[torch.Tensor] = []
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            for _ in range(20):
-                mine = torch.full((COUNT,), float(rank + 1))
-                dist.all_reduce(mine)
-                results.append(mine)
-        except BaseException as error:
-            errors.append(error)
+    def work(index: int) -> None:
+        for _ in range(20):
+            mine = torch.full((COUNT,), float(rank + 1))
+            dist.all_reduce(mine)
+            same(mine, torch.full((COUNT,), 3.0), "whole")
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    assert len(results) == 60
-    for result in results:
-        same(result, torch.full((COUNT,), 3.0), "whole")
+    in_threads(work, 3)
 
 
 @case()

@@ -184,7 +184,7 @@ def sparse_complex(rank, world_size):
 
 @case()
 def sparse_views_of_complex(rank, world_size):
-    """Who makes the view by hand finds the sum in it."""
+    """Callers who make the view by hand find the sum in it."""
     mine = torch.sparse_coo_tensor([[0, 1], [1, rank]], [1 + 2j, 3j], (2, 2), check_invariants=True).coalesce()
     want = torch.view_as_real(torch.tensor([[0, 2 + 4j], [3j, 3j]]))
     pairs, real = torch.view_as_real(mine.clone()), mine.clone().real

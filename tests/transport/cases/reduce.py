@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
@@ -12,31 +14,32 @@ from ..inputs import (
     OPS,
     OTHER_INTEGERS,
     SIZES,
+    defined,
     every,
     is_rounded,
     reduce_op,
     reduced,
     same,
-    supports,
     values,
 )
 
 
-def _sizes(dtype: torch.dtype, op: str) -> tuple[int, ...]:
+def _sizes(op: str) -> tuple[int, ...]:
     # Large sizes differ from small ones in the path, not in the arithmetic: for one operation they are enough.
     return SIZES if op == "SUM" else (7, 1023)
 
 
+def _check_all_reduce(rank: int, world_size: int, dtype: torch.dtype, op: str, count: int) -> None:
+    inputs = every(count, dtype, world_size, op=op)
+    mine = inputs[rank].clone()
+    dist.all_reduce(mine, reduce_op(op))
+    same(mine, reduced(op, inputs), "all_reduce", dtype, op, count, rounded=is_rounded(op, world_size))
+
+
 def _all_reduce(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    for dtype in dtypes:
-        for op in OPS:
-            if not supports(op, dtype):
-                continue
-            for count in _sizes(dtype, op):
-                inputs = every(count, dtype, world_size, op=op)
-                mine = inputs[rank].clone()
-                dist.all_reduce(mine, reduce_op(op))
-                same(mine, reduced(op, inputs), "all_reduce", dtype, op, count, rounded=is_rounded(op, world_size))
+    for dtype, op in defined(dtypes):
+        for count in _sizes(op):
+            _check_all_reduce(rank, world_size, dtype, op, count)
 
 
 @case(2, 3)
@@ -58,19 +61,13 @@ def all_reduce_many_ranks(rank, world_size):
         (torch.bfloat16, "MAX", 1023),
         (torch.int64, "SUM", 40_001),
     ):
-        inputs = every(count, dtype, world_size, op=op)
-        mine = inputs[rank].clone()
-        dist.all_reduce(mine, reduce_op(op))
-        same(mine, reduced(op, inputs), "all_reduce", dtype, op, count, rounded=is_rounded(op, world_size))
+        _check_all_reduce(rank, world_size, dtype, op, count)
 
 
 @case(2, 4)
 def all_reduce_several_megabytes(rank, world_size):
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        inputs = every(HUGE, dtype, world_size)
-        mine = inputs[rank].clone()
-        dist.all_reduce(mine)
-        same(mine, reduced("SUM", inputs), "all_reduce", dtype, HUGE)
+        _check_all_reduce(rank, world_size, dtype, "SUM", HUGE)
 
 
 @case()
@@ -95,19 +92,15 @@ def all_reduce_extremes(rank, world_size):
 
 @case(2, 3)
 def reduce(rank, world_size):
-    for root in range(world_size):
-        for dtype in GLOO_DTYPES:
-            for op in OPS:
-                if not supports(op, dtype):
-                    continue
-                for count in (0, 1, 1023) if op != "SUM" or root else SIZES:
-                    inputs = every(count, dtype, world_size, op=op)
-                    mine = inputs[rank].clone()
-                    dist.reduce(mine, root, reduce_op(op))
-                    # What the others' tensors hold afterwards is not defined; gloo uses them as scratch.
-                    if rank == root:
-                        rounded = is_rounded(op, world_size)
-                        same(mine, reduced(op, inputs), "reduce", dtype, op, count, "root", root, rounded=rounded)
+    for root, (dtype, op) in itertools.product(range(world_size), defined(GLOO_DTYPES)):
+        for count in (0, 1, 1023) if op != "SUM" or root else SIZES:
+            inputs = every(count, dtype, world_size, op=op)
+            mine = inputs[rank].clone()
+            dist.reduce(mine, root, reduce_op(op))
+            # What the others' tensors hold afterwards is not defined; gloo uses them as scratch.
+            if rank == root:
+                rounded = is_rounded(op, world_size)
+                same(mine, reduced(op, inputs), "reduce", dtype, op, count, "root", root, rounded=rounded)
 
 
 def _pieces(count: int, dtype: torch.dtype, *, rank: int, world_size: int, op: str) -> list[torch.Tensor]:
@@ -116,21 +109,19 @@ def _pieces(count: int, dtype: torch.dtype, *, rank: int, world_size: int, op: s
 
 @case(2, 3)
 def reduce_scatter(rank, world_size):
-    for dtype in GLOO_DTYPES:
-        for op in OPS:
-            if not supports(op, dtype):
-                continue
-            for count in _sizes(dtype, op)[:6]:
-                want = reduced(op, every(count, dtype, world_size, seed=rank, op=op))
-                pieces = _pieces(count, dtype, rank=rank, world_size=world_size, op=op)
-                out = torch.zeros(count, dtype=dtype)
-                dist.reduce_scatter(out, [piece.clone() for piece in pieces], reduce_op(op))
-                same(out, want, "reduce_scatter", dtype, op, count, rounded=is_rounded(op, world_size))
-                out = torch.zeros(count, dtype=dtype)
-                whole = torch.cat(pieces)
-                dist.reduce_scatter_single(out, whole, reduce_op(op))
-                same(out, want, "reduce_scatter_single", dtype, op, count, rounded=is_rounded(op, world_size))
-                same(whole, torch.cat(pieces), "the input of reduce_scatter_single", dtype, op, count)
+    rounded = {op: is_rounded(op, world_size) for op in OPS}
+    for dtype, op in defined(GLOO_DTYPES):
+        for count in _sizes(op)[:6]:
+            want = reduced(op, every(count, dtype, world_size, seed=rank, op=op))
+            pieces = _pieces(count, dtype, rank=rank, world_size=world_size, op=op)
+            out = torch.zeros(count, dtype=dtype)
+            dist.reduce_scatter(out, [piece.clone() for piece in pieces], reduce_op(op))
+            same(out, want, "reduce_scatter", dtype, op, count, rounded=rounded[op])
+            out = torch.zeros(count, dtype=dtype)
+            whole = torch.cat(pieces)
+            dist.reduce_scatter_single(out, whole, reduce_op(op))
+            same(out, want, "reduce_scatter_single", dtype, op, count, rounded=rounded[op])
+            same(whole, torch.cat(pieces), "the input of reduce_scatter_single", dtype, op, count)
 
 
 @case(2, 3)
@@ -150,6 +141,17 @@ def reduce_scatter_shapes(rank, world_size):
     dist.reduce_scatter_single(out, whole)
     want = reduced("SUM", [t.view(4, 6)[2 * rank : 2 * rank + 2] for t in every(24, torch.float32, world_size)])
     same(out, want, "reduce_scatter_single of a matrix")
+
+
+@case(2, 4, shm_only="gloo wants pieces of one size")
+def reduce_scatter_uneven(rank, world_size):
+    """Pieces whose sizes differ, and some that are empty."""
+    for base in (0, 3, 40_000, 900_000):
+        counts = [0 if to % 3 == 2 else base + 5 * to for to in range(world_size)]
+        out = torch.zeros(counts[rank])
+        pieces = [values(count, torch.float32, rank=rank, seed=to) for to, count in enumerate(counts)]
+        dist.reduce_scatter(out, pieces)
+        same(out, reduced("SUM", every(counts[rank], torch.float32, world_size, seed=rank)), "uneven", base)
 
 
 @case(3, shm_only="gloo refuses these dtypes")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,63 +23,35 @@ def _mine(rank: int, seed: int = 0, count: int = COUNT) -> torch.Tensor:
 
 def _forms(rank: int, world_size: int) -> dict[str, tuple[Callable[[], dist.Work], list[torch.Tensor], list]]:
     """Each collective's asynchronous call, its outputs, and what is to be in them."""
-    total = reduced("SUM", every(COUNT, torch.float32, world_size))
     everybody = every(COUNT, torch.float32, world_size)
-    outs = {name: torch.zeros(COUNT) for name in ("scatter", "reduce_scatter", "reduce_scatter_single")}
-    lists = {name: [torch.zeros(COUNT) for _ in range(world_size)] for name in ("all_gather", "gather", "all_to_all")}
-    flat = {name: torch.zeros(COUNT * world_size) for name in ("all_gather_single", "all_to_all_single")}
+    total, joined = reduced("SUM", everybody), torch.cat(everybody)
     summed, copied, rooted = _mine(rank), _mine(rank), _mine(rank)
-    same_to_all = [_mine(rank) for _ in range(world_size)]
-    joined = torch.cat(same_to_all)
-    return {
-        "all_reduce": (lambda: dist.all_reduce(summed, async_op=True), [summed], [total]),
-        "broadcast": (lambda: dist.broadcast(copied, 1, async_op=True), [copied], [everybody[1]]),
-        "reduce": (
-            lambda: dist.reduce(rooted, 0, async_op=True),
-            [rooted] if rank == 0 else [],
-            [total] if rank == 0 else [],
-        ),
-        "all_gather": (
-            lambda: dist.all_gather(lists["all_gather"], _mine(rank), async_op=True),
-            lists["all_gather"],
-            everybody,
-        ),
-        "all_gather_single": (
-            lambda: dist.all_gather_single(flat["all_gather_single"], _mine(rank), async_op=True),
-            [flat["all_gather_single"]],
-            [torch.cat(everybody)],
-        ),
+    pieces = [_mine(rank) for _ in range(world_size)]
+    part, single_part, scattered = (torch.zeros(COUNT) for _ in range(3))
+    gathered, collected, moved = ([torch.zeros(COUNT) for _ in range(world_size)] for _ in range(3))
+    flat, moved_flat = (torch.zeros(COUNT * world_size) for _ in range(2))
+    is_root = rank == 0
+    table: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], tuple[Any, ...]]] = {
+        "all_reduce": ([summed], [total], (summed,)),
+        "broadcast": ([copied], [everybody[1]], (copied, 1)),
+        "reduce": ([rooted][rank:1], [total][rank:1], (rooted, 0)),
+        "all_gather": (gathered, everybody, (gathered, _mine(rank))),
+        "all_gather_single": ([flat], [joined], (flat, _mine(rank))),
         "gather": (
-            lambda: dist.gather(_mine(rank), lists["gather"] if rank == 0 else None, async_op=True),
-            lists["gather"] if rank == 0 else [],
-            everybody if rank == 0 else [],
+            collected if is_root else [],
+            everybody if is_root else [],
+            (_mine(rank), collected if is_root else None),
         ),
-        "scatter": (
-            lambda: dist.scatter(outs["scatter"], everybody if rank == 0 else None, async_op=True),
-            [outs["scatter"]],
-            [_mine(rank)],
-        ),
-        "reduce_scatter": (
-            lambda: dist.reduce_scatter(outs["reduce_scatter"], same_to_all, async_op=True),
-            [outs["reduce_scatter"]],
-            [total],
-        ),
-        "reduce_scatter_single": (
-            lambda: dist.reduce_scatter_single(outs["reduce_scatter_single"], joined, async_op=True),
-            [outs["reduce_scatter_single"]],
-            [total],
-        ),
-        "all_to_all": (
-            lambda: dist.all_to_all(lists["all_to_all"], same_to_all, async_op=True),
-            lists["all_to_all"],
-            everybody,
-        ),
-        "all_to_all_single": (
-            lambda: dist.all_to_all_single(flat["all_to_all_single"], joined, async_op=True),
-            [flat["all_to_all_single"]],
-            [torch.cat(everybody)],
-        ),
-        "barrier": (lambda: dist.barrier(async_op=True), [], []),
+        "scatter": ([scattered], [_mine(rank)], (scattered, everybody if is_root else None)),
+        "reduce_scatter": ([part], [total], (part, pieces)),
+        "reduce_scatter_single": ([single_part], [total], (single_part, torch.cat(pieces))),
+        "all_to_all": (moved, everybody, (moved, pieces)),
+        "all_to_all_single": ([moved_flat], [joined], (moved_flat, torch.cat(pieces))),
+        "barrier": ([], [], ()),
+    }
+    return {
+        name: (partial(getattr(dist, name), *args, async_op=True), outputs, wanted)
+        for name, (outputs, wanted, args) in table.items()
     }
 
 
@@ -159,15 +133,6 @@ def callbacks_run_once(rank, world_size):
 
 
 @case()
-def collected_futures(rank, world_size):
-    tensors = [_mine(rank, seed) for seed in range(8)]
-    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
-    torch.futures.wait_all(futures)
-    for seed, tensor in enumerate(tensors):
-        same(tensor, reduced("SUM", every(COUNT, torch.float32, world_size, seed=seed)), "number", seed)
-
-
-@case()
 def state(rank, world_size):
     """Before the other ranks come a collective is not done; after wait() it is, and stays so."""
     store = dist.PrefixStore("state-case", dist.distributed_c10d._get_default_store())
@@ -230,13 +195,3 @@ def works_dropped_unwaited(rank, world_size):
     for seed in range(10):
         dist.all_reduce(_mine(rank, seed), async_op=True)
     dist.barrier()
-
-
-@case()
-def waited_for_in_another_thread(rank, world_size):
-    mine = _mine(rank)
-    work = dist.all_reduce(mine, async_op=True)
-    thread = threading.Thread(target=work.wait)
-    thread.start()
-    thread.join()
-    same(mine, reduced("SUM", every(COUNT, torch.float32, world_size)), "waited for elsewhere")

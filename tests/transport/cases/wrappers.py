@@ -82,11 +82,9 @@ def our_ddp(rank, world_size):
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@case(compare=True, allow_warnings=ALLOW, timeout_s=120)
-def fsdp2(rank, world_size):
+def _fully_sharded(rank: int, *, mesh: dist.DeviceMesh) -> tuple[list[float], list[torch.Tensor]]:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     model = _model()
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -94,6 +92,11 @@ def fsdp2(rank, world_size):
     fully_shard(model, mesh=mesh)
     losses = _train(model, rank)
     return losses, [p.full_tensor().detach().clone() for p in model.parameters()]
+
+
+@case(compare=True, allow_warnings=ALLOW, timeout_s=120)
+def fsdp2(rank, world_size):
+    return _fully_sharded(rank, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
 
 
 @case(compare=True, allow_warnings=ALLOW, timeout_s=120)
@@ -131,13 +134,8 @@ def zero_redundancy_optimizer(rank, world_size):
 @case(4, compare=True, allow_warnings=ALLOW, timeout_s=120)
 def hybrid_sharding(rank, world_size):
     """FSDP2 on a two-dimensional mesh: reduce-scatter within, all-reduce across. Two ranks a sum, so bits are equal."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = _model()
-    fully_shard(model, mesh=mesh)
-    losses = _train(model, rank)
-    return losses, [p.full_tensor().detach().clone() for p in model.parameters()]
+    names = ("replicate", "shard")
+    return _fully_sharded(rank, mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
 
 
 @case(compare=True, allow_warnings=ALLOW)

@@ -6,7 +6,7 @@
  *
  *   -DNO_RELEASE      the tail is moved without waiting for the bytes
  *   -DWEAK_LISTENING  saying that one listens is an ordinary store, which may be late
- *   -DNO_SECOND_LOOK  who wants to sleep does not look at the ring after saying that it listens
+ *   -DNO_SECOND_LOOK  a rank that wants to sleep does not look at the ring after saying that it listens
  */
 #ifndef MESSAGES
 #define MESSAGES 4

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class ShmProcessGroup(GroupFacts):
     ) -> Any:
         # This has a few microseconds in all, so it makes no call that it can do without.
         if type(opts) is not _AllreduceOptions:
-            opts = forms.options(_AllreduceOptions, opts, default=forms.ALLREDUCE, timeout=timeout, op=op)
+            opts = forms.options(_AllreduceOptions, opts, timeout=timeout, op=op)
         tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else checks.one(tensors, "all_reduce")
         # This is the cheapest way to get a ReduceOp's number.
         reduce_op = hash(opts.reduceOp)
@@ -93,7 +94,7 @@ class ShmProcessGroup(GroupFacts):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         checks.same_type(tensors, "all_reduce_coalesced")
-        return self._all_reduce(tensors, opts or forms.ALLREDUCE_COALESCED)
+        return self._all_reduce(tensors, opts or forms.default(c10d.AllreduceCoalescedOptions))
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         first = tensors[0]
@@ -124,7 +125,7 @@ class ShmProcessGroup(GroupFacts):
     def broadcast(
         self, tensors: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> Any:
-        opts = forms.options(c10d.BroadcastOptions, opts, default=forms.BROADCAST, timeout=timeout, root=root)
+        opts = forms.options(c10d.BroadcastOptions, opts, timeout=timeout, root=root)
         tensor = checks.tensor(checks.one(tensors, "broadcast"), "broadcast")
         source = checks.root(opts.rootRank, self._size, "broadcast")
         packing = Packing()
@@ -143,7 +144,7 @@ class ShmProcessGroup(GroupFacts):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> Any:
-        opts = forms.options(c10d.ReduceOptions, opts, default=forms.REDUCE, timeout=timeout, op=op, root=root)
+        opts = forms.options(c10d.ReduceOptions, opts, timeout=timeout, op=op, root=root)
         tensor = checks.tensor(checks.one(tensors, "reduce"), "reduce")
         target = checks.root(opts.rootRank, self._size, "reduce")
         packing = Packing()
@@ -163,7 +164,7 @@ class ShmProcessGroup(GroupFacts):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> Any:
-        opts = forms.options(c10d.GatherOptions, opts, default=forms.GATHER, timeout=timeout, root=root)
+        opts = forms.options(c10d.GatherOptions, opts, timeout=timeout, root=root)
         tensor = checks.tensor(checks.one(input_tensors, "gather"), "gather")
         target = checks.root(opts.rootRank, self._size, "gather")
         outputs = checks.root_list(
@@ -183,7 +184,7 @@ class ShmProcessGroup(GroupFacts):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> Any:
-        opts = forms.options(c10d.ScatterOptions, opts, default=forms.SCATTER, timeout=timeout, root=root)
+        opts = forms.options(c10d.ScatterOptions, opts, timeout=timeout, root=root)
         tensor = checks.tensor(checks.one(output_tensors, "scatter"), "scatter")
         source = checks.root(opts.rootRank, self._size, "scatter")
         inputs = checks.root_list(
@@ -200,7 +201,7 @@ class ShmProcessGroup(GroupFacts):
     def allgather(
         self, output_tensors: Sequence[Any], input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Any:
-        opts = forms.options(c10d.AllgatherOptions, opts, default=forms.ALLGATHER, timeout=timeout)
+        opts = forms.options(c10d.AllgatherOptions, opts, timeout=timeout)
         tensor = checks.tensor(checks.one(input_tensors, "all_gather"), "all_gather")
         outputs = checks.list_of(output_tensors, "all_gather")
         checks.pieces(outputs, tensor, size=self._size, what="all_gather", list_name="output")
@@ -210,7 +211,7 @@ class ShmProcessGroup(GroupFacts):
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
     ) -> Any:
         outputs = checks.gathered(output_lists, input_list, size=self._size)
-        return self._all_gather(outputs, input_list, opts or forms.ALLGATHER)
+        return self._all_gather(outputs, input_list, opts or forms.default(c10d.AllgatherOptions))
 
     def _all_gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
         packing = Packing()
@@ -218,12 +219,11 @@ class ShmProcessGroup(GroupFacts):
         for everybodys, mine in zip(outputs, inputs, strict=True):
             packed = [packing.write(output) for output in everybodys]
             pairs.append((packed, packing.read_apart(mine, packed)))
-
-        def start(terms: Terms) -> Sequence[Pending]:
-            return [self.carrier.all_gather(*pair, terms) for pair in pairs]
-
         results = [output for everybodys in outputs for output in everybodys]
-        return self._launch("all_gather", inputs, results, start, opts, packing)
+        return self._launch("all_gather", inputs, results, partial(self._start_gathers, pairs), opts, packing)
+
+    def _start_gathers(self, pairs: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]], terms: Terms) -> list[Pending]:
+        return [self.carrier.all_gather(*pair, terms) for pair in pairs]
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -238,11 +238,10 @@ class ShmProcessGroup(GroupFacts):
             if packed.data_ptr() != rows[self._rank].data_ptr():  # in place, as FSDP does it, needs no copy
                 packed = packing.read_apart(packed, [rows])
             pairs.append((rows, packed))
-
-        def start(terms: Terms) -> Sequence[Pending]:
-            return [self.carrier.all_gather(*pair, terms) for pair in pairs]
-
-        return self._launch("all_gather", inputs, list(outputs), start, opts or forms.ALLGATHER, packing)
+        start = partial(self._start_gathers, pairs)
+        return self._launch(
+            "all_gather", inputs, list(outputs), start, opts or forms.default(c10d.AllgatherOptions), packing
+        )
 
     def reduce_scatter(
         self,
@@ -252,7 +251,7 @@ class ShmProcessGroup(GroupFacts):
         timeout: timedelta | None = None,
         op: Any = None,
     ) -> Any:
-        opts = forms.options(c10d.ReduceScatterOptions, opts, default=forms.REDUCE_SCATTER, timeout=timeout, op=op)
+        opts = forms.options(c10d.ReduceScatterOptions, opts, timeout=timeout, op=op)
         output = checks.tensor(checks.one(output_tensors, "reduce_scatter"), "reduce_scatter")
         inputs = checks.list_of(input_tensors, "reduce_scatter")
         checks.same_type(inputs, "reduce_scatter")
@@ -275,7 +274,7 @@ class ShmProcessGroup(GroupFacts):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        opts = opts or forms.REDUCE_SCATTER
+        opts = opts or forms.default(c10d.ReduceScatterOptions)
         checks.wholes(inputs, outputs, size=self._size, what="reduce_scatter_single")
         packing = Packing()
         triples = []
@@ -301,7 +300,7 @@ class ShmProcessGroup(GroupFacts):
         packing = Packing()
         recvs = [packing.write(output) for output in output_tensors]
         sends = [packing.read_apart(piece, recvs) for piece in input_tensors]
-        opts = opts or forms.ALL_TO_ALL
+        opts = opts or forms.default(c10d.AllToAllOptions)
         return self._exchange(Kind.ALL_TO_ALL, input_tensors, output_tensors, sends, recvs, opts, packing)
 
     def all_to_all_single(
@@ -313,7 +312,7 @@ class ShmProcessGroup(GroupFacts):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Any:
-        opts = forms.options(c10d.AllToAllOptions, opts, default=forms.ALL_TO_ALL, timeout=timeout)
+        opts = forms.options(c10d.AllToAllOptions, opts, timeout=timeout)
         checks.same_type([input, output], "all_to_all_single")
         packing = Packing()
         packed = packing.write(output)
@@ -351,7 +350,7 @@ class ShmProcessGroup(GroupFacts):
     # -- barrier, messages -----------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = forms.options(c10d.BarrierOptions, opts, default=forms.BARRIER, timeout=timeout)
+        opts = forms.options(c10d.BarrierOptions, opts, timeout=timeout)
         return self._launch("barrier", [], [], lambda terms: [self.carrier.barrier(terms)], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -6,30 +6,20 @@ torch's own process group takes both. This module makes the options for the shor
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-ALLGATHER = c10d.AllgatherOptions()
-ALLREDUCE = c10d.AllreduceOptions()
-ALLREDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
-ALL_TO_ALL = c10d.AllToAllOptions()
-BARRIER = c10d.BarrierOptions()
-BROADCAST = c10d.BroadcastOptions()
-GATHER = c10d.GatherOptions()
-REDUCE = c10d.ReduceOptions()
-REDUCE_SCATTER = c10d.ReduceScatterOptions()
-SCATTER = c10d.ScatterOptions()
+
+@cache
+def default(kind: type) -> Any:
+    """The options of a call to which none were given. One object serves all of them, as nobody changes it."""
+    return kind()
 
 
 def options(
-    kind: type,
-    given: Any,
-    *,
-    default: Any,
-    timeout: timedelta | None = None,
-    op: Any = None,
-    root: int | None = None,
+    kind: type, given: Any, *, timeout: timedelta | None = None, op: Any = None, root: int | None = None
 ) -> Any:
     """``given`` if it is an options object already; else an options object with what was given instead."""
     if isinstance(given, kind):
@@ -41,7 +31,7 @@ def options(
     else:
         op = given if op is None else op
     if timeout is None and op is None and root is None:
-        return default
+        return default(kind)
     made = kind()
     if timeout is not None:
         made.timeout = timeout

@@ -35,18 +35,14 @@ from paceline.errors import (
     StateError,
 )
 from paceline.transport.shm.codes import ACTIONS, MAX_RANKS, PHASES, Action, Op, Outcome, dtype_number
-from paceline.transport.shm.library import functions, library, why_not
+from paceline.transport.shm.library import functions, library
+from paceline.transport.shm.library import reason_unavailable as reason_unavailable
 
 if TYPE_CHECKING:
     import torch
 
 # The handle of a job while it is not known whether the kernel has it.
 _NOT_YET = 0
-
-
-def reason_unavailable() -> str | None:
-    """Why the kernel cannot be used in this installation, or None if it can."""
-    return why_not()
 
 
 def control_nbytes(size: int) -> int:
@@ -260,9 +256,8 @@ class Endpoint:
         self, src: int, nbytes: int, *, kind: int, dtype: torch.dtype, timeout_s: float, keep: object
     ) -> Job:
         """Send any number of bytes to everybody; :meth:`Job.part` has everybody's when the job has ended."""
-        return self._asynchronous(
-            self._library.pl_gather_unequal, src, nbytes, kind, dtype_number(dtype), timeout_s, keep=keep
-        )
+        what = (src, nbytes, kind, dtype_number(dtype), timeout_s)
+        return self._begin(self._collectives, self._library.pl_gather_unequal, *what, keep=keep)
 
     def barrier(self, *, timeout_s: float, inline: bool) -> Job:
         """Wait until every rank has come this far."""
@@ -361,30 +356,26 @@ class Endpoint:
         if inline:
             handle = function(self._open(), *arguments, True)
             return self._done if handle is None else self._unfinished(handle, keep)
-        return self._asynchronous(function, *arguments, False, keep=keep)
+        return self._begin(self._collectives, function, *arguments, False, keep=keep)
 
-    def _asynchronous(self, function: Any, *arguments: object, keep: object) -> Job:
+    def _message(self, function: Any, *arguments: object, keep: object) -> Job:
+        with self._lock:
+            self._messages[:] = [other for other in self._messages if not other.done()]
+        return self._begin(self._messages, function, *arguments, keep=keep)
+
+    def _begin(self, jobs: deque[Job] | list[Job], function: Any, *arguments: object, keep: object) -> Job:
         endpoint = self._open()
         job = Job(self._library, keep)
         with self._lock:
             self._drop_ended()
-            self._collectives.append(job)
+            jobs.append(job)
         try:
             return job.began(function(endpoint, *arguments))
         except BaseException:
-            self._stray(self._collectives, job)
-            raise
-
-    def _message(self, function: Any, *arguments: object, keep: object) -> Job:
-        endpoint = self._open()
-        job = Job(self._library, keep)
-        with self._lock:
-            self._messages = [other for other in self._messages if not other.done()]
-            self._messages.append(job)
-        try:
-            return job.began(function(endpoint, *arguments))
-        except BaseException:
-            self._stray(self._messages, job)
+            with self._lock:
+                if job in jobs:
+                    jobs.remove(job)
+                self._strays.append(job)
             raise
 
     # [Note: kept memory] A caller may drop a job, or be interrupted (Ctrl-C) before it has it. The memory has to stay
@@ -401,12 +392,6 @@ class Endpoint:
     def _drop_ended(self) -> None:
         while self._collectives and self._collectives[0].done():
             self._collectives.popleft()._let_go()
-
-    def _stray(self, jobs: deque[Job] | list[Job], job: Job) -> None:
-        with self._lock:
-            if job in jobs:
-                jobs.remove(job)
-            self._strays.append(job)
 
 
 def _columns(pieces: Sequence[tuple[int, int]]) -> tuple[ctypes.Array[c_uint64], ctypes.Array[c_uint64]]:

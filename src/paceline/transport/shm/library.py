@@ -36,8 +36,8 @@ def functions() -> Any:
     return module
 
 
-def why_not() -> str | None:
-    """Why there is no kernel, or None."""
+def reason_unavailable() -> str | None:
+    """Why the kernel cannot be used in this installation, or None if it can."""
     loaded = _load()
     return loaded if isinstance(loaded, str) else None
 

@@ -15,7 +15,7 @@
 /* -- which way ----------------------------------------------------------------------------------------------------- */
 
 #define LEAST_BYTES ((uint64_t)32 << 10)
-/* The other way is tried once in so many calls. The number is not a power of two: programs repeat themselves after such
+/* The other way is tried once in this many calls. The number is not a power of two: programs repeat themselves after such
  * numbers of calls, and the trial should not always fall on the same call. */
 #define TRIAL_EVERY 61
 #define TURNS_AT_FIRST 4
