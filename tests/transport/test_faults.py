@@ -44,7 +44,8 @@ def _losses(ranks, body, *args, victim: int, world_size: int = 2) -> dict[int, L
 def _check(loss: Loss | None, *, victim: int = 1) -> None:
     assert loss is not None, "no error"
     assert (loss.error, loss.lost) == ("RankLostError", victim), loss
-    assert f"rank {victim}" in loss.message, loss
+    # In a backward, the wrapper may notice it before the transport does: then the sentence begins with the rank.
+    assert f"rank {victim}" in loss.message.lower(), loss
     assert loss.seconds < NOTICED_WHEN_BUSY_S, loss
 
 
