@@ -71,23 +71,24 @@ def _alibi(score, b, h, q, k):
 
 
 class Attentive(nn.Module):
-    def __init__(self, *, compile_attention: bool = False) -> None:
+    def __init__(self, attention=flex_attention) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.inputs, self.outputs = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.attention = torch.compile(flex_attention, backend="aot_eager") if compile_attention else flex_attention
+        self.inputs, self.middle, self.outputs = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.attention = attention
 
     def forward(self, x):
         q, k, v = (part.view(2, 16, 1, 16).transpose(1, 2) for part in self.inputs(x).chunk(3, dim=-1))
         mixed = self.attention(q, k, v, score_mod=_alibi)
-        return self.outputs(mixed.transpose(1, 2).reshape(2, 16, 16))
+        return self.outputs(self.middle(mixed.transpose(1, 2).reshape(2, 16, 16)))
 
 
 @on_ranks()
 def test_flex_attention_compiled_with_the_model_and_by_itself(rank, size):
     """Forward only: torch has no backward of it on the CPU."""
     torch._dynamo.reset()
-    eager, in_part, ours = DDP(Attentive()), DDP(Attentive(compile_attention=True)), DDP(Attentive())
+    local = torch.compile(flex_attention, backend="aot_eager")
+    eager, in_part, ours = (DDP(Attentive(attention)) for attention in (flex_attention, local, flex_attention))
     x = batch(rank, 0, 2, 16, 16).float()
     with torch.no_grad():
         want = torch.compile(eager, backend="eager")(x)

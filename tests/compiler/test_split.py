@@ -15,12 +15,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-import paceline
 from paceline import DDP
 from paceline.compiler import DDPOptimizer
 from paceline.errors import BadArgumentError
 from tests.compiler._split import MATRIX, WIDTH, Matrices, Recorder, cut_and_compare, rows
-from tests.compiler.test_models import Selective
+from tests.compiler.test_models import Attentive, Selective
 from tests.on_ranks import on_ranks
 
 
@@ -355,25 +354,6 @@ def test_a_graph_that_dynamo_has_not_captured(rank, size):
 # -- attention -------------------------------------------------------------------------------------------
 
 
-def _alibi(score, b, h, q, k):
-    return score + (q - k) * (h + 1) * 0.1
-
-
-class Attentive(nn.Module):
-    def __init__(self, attention=flex_attention) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.inputs, self.middle, self.outputs = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.attention = attention
-
-    def attend(self, x):
-        q, k, v = (part.view(2, 16, 1, 16).transpose(1, 2) for part in self.inputs(x).chunk(3, dim=-1))
-        return self.attention(q, k, v, score_mod=_alibi).transpose(1, 2).reshape(2, 16, 16)
-
-    def forward(self, x):
-        return self.outputs(self.middle(self.attend(x)))
-
-
 class AttentiveTwice(nn.Module):
     """One such model in another, in a checkpoint."""
 
@@ -404,7 +384,3 @@ def test_flex_attention_in_a_part_by_itself_and_nested(rank, size):
                 assert len(recorder.graphs) == parts, [str(cut) for cut in optimizer.cuts]
                 inside = [name for gm in recorder.graphs for name, _ in gm.named_modules() if "score_mod" in name]
                 assert len(inside) == (1 if kind is Attentive else 2)
-
-
-def test_the_name_is_public():
-    assert paceline.compiler.DDPOptimizer is DDPOptimizer

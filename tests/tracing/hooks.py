@@ -91,6 +91,7 @@ def both_hooks(width):
     module = Chain(width)
     module.first.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] + 1,))
     module.first.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 3,))
+    module.first.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] - 2,), prepend=True)
     module.first.register_full_backward_hook(
         lambda module, grad_input, grad_output: (grad_input[0] + grad_output[0].sum(),)
     )

@@ -7,14 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.tracing.expressions import EXPRESSIONS
-from tests.tracing.graphs import NOTHING
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tracing.graphs import NOTHING, ROOT
 
 
 def _start(*arguments, **environ):
