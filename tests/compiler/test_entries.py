@@ -42,17 +42,6 @@ def test_a_module_that_is_compiled_inside_of_its_wrapper(rank, size, how, backen
     assert seen.early == [n - 1 for n in seen.rounds]
 
 
-@on_ranks()
-def test_the_compile_method_of_the_wrapper(rank, size):
-    def compile_(ddp):
-        ddp.compile(backend="aot_eager", fullgraph=True)
-        return ddp
-
-    seen = compare(rank, stack, compile=compile_)
-    assert seen.graphs == 1
-    assert min(seen.early) > 0
-
-
 @pytest.mark.parametrize(("inner", "fullgraph"), [(False, True), (False, False), (True, True)])
 @on_ranks()
 def test_a_compiled_loss_that_calls_the_wrapper_or_the_module_inside(rank, size, inner, fullgraph):
@@ -187,19 +176,25 @@ def mine(gm, example_inputs, **more):
     return gm.forward
 
 
+def compile_method(ddp):
+    ddp.compile(backend="aot_eager", fullgraph=True)
+    return ddp
+
+
 by_name = functools.partial(torch.compile, backend="paceline")
 # Ways to compile, each with what a backend of the user's own is given besides the graph.
 WAYS = {
     "a backend of the user's own": (functools.partial(torch.compile, backend=mine, fullgraph=True), {}),
     "by name": (functools.partial(by_name, options={"inner": mine, "depth": 3}), {"options": {"depth": 3}}),
     "by name, with another": (functools.partial(by_name, options={"inner": "aot_eager"}), None),
+    "ddp.compile()": (compile_method, None),
     "inductor by name": (by_name, None),
     "mode by name": (functools.partial(by_name, mode="reduce-overhead"), None),
     "options by name": (functools.partial(by_name, options={"max_fusion_size": 8}), None),
     "options": (functools.partial(torch.compile, fullgraph=True, options={"max_fusion_size": 8}), None),
     "mode": (functools.partial(paceline.compile, mode="default", fullgraph=True), None),
 }
-QUICK = ("a backend of the user's own", "by name", "by name, with another", "options by name")
+QUICK = ("a backend of the user's own", "by name", "by name, with another", "ddp.compile()")
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.full) for w in WAYS])

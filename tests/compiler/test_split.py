@@ -32,19 +32,11 @@ def stack_of(n: int = 4, width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(*(part for layer in _layers(n, width) for part in (layer, nn.ReLU())))
 
 
-class Biased(nn.Module):
-    """Of layers of very different sizes, as the model of torch's tests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        sizes = [10, 50, 50, 50, 5]
-        self.net = nn.Sequential(
-            *(part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU()))
-        ).double()
-
-    def forward(self, x):
-        return self.net(x)
+def biased() -> nn.Module:
+    """Layers of very different sizes, as the model of torch's tests has."""
+    torch.manual_seed(5)
+    pairs = itertools.pairwise([10, 50, 50, 50, 5])
+    return nn.Sequential(*(part for a, b in pairs for part in (nn.Linear(a, b), nn.ReLU()))).double()
 
 
 class Functional(nn.Module):
@@ -106,15 +98,9 @@ class Contexts(nn.Module):
         return last(x.float()).double()
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Buffers that forward changes, in two parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(part for layer in _layers() for part in (layer, nn.BatchNorm1d(WIDTH).double())))
-
-    def forward(self, x):
-        return self.layers(x)
+    return nn.Sequential(*(part for layer in _layers() for part in (layer, nn.BatchNorm1d(WIDTH).double())))
 
 
 class Buffered(Matrices):
@@ -139,13 +125,13 @@ class Twice(Matrices):
 # Each with the caps to try, and an input.
 PAIRS = {
     "stack": (stack_of, [MATRIX, MATRIX + 1, 3 * MATRIX, 100 * MATRIX], rows()),
-    "biased": (Biased, [4400, 20400, 20401, 2**20], torch.ones(3, 10, dtype=torch.float64)),
+    "biased": (biased, [4400, 20400, 20401, 2**20], torch.ones(3, 10, dtype=torch.float64)),
     "functional": (Functional, [1, MATRIX, 2 * MATRIX], rows()),
     "nested": (Nested, [1, MATRIX, 3 * MATRIX], rows()),
     "checkpoint": (lambda: Checkpointed(wrapped=False), [MATRIX, 2 * MATRIX], rows()),
     "checkpoint_wrapper": (lambda: Checkpointed(wrapped=True), [MATRIX, 2 * MATRIX], rows()),
     "contexts": (Contexts, [MATRIX // 2], rows()),
-    "norms": (Normed, [MATRIX, 2 * MATRIX], rows()),
+    "norms": (normed, [MATRIX, 2 * MATRIX], rows()),
     "buffers": (Buffered, [MATRIX, 2 * MATRIX], rows()),
 }
 

@@ -18,7 +18,7 @@ from tests.compiler._compare import batch, compare, in_sync, plain_step, same_gr
 from tests.compiler._split import Recorder
 from tests.compiler.test_entries import Broken
 from tests.compiler.test_in_graph import Checkpointed, Normed, Tied
-from tests.compiler.test_models import WARNINGS, Selective, _bert
+from tests.compiler.test_models import WARNINGS, Selective, compare_bert
 from tests.on_ranks import on_ranks
 
 # A layer of `stack()` is 576 bytes, with its bias: one bucket each.
@@ -94,7 +94,7 @@ def test_ranks_agree_on_graphs_that_are_cut(rank, size):
 @on_ranks(allow_warnings=WARNINGS, timeout=560)
 def test_bert_in_parts(rank, size, backend, options):
     recorder = Recorder(backend)
-    seen = _bert(rank, size, None, options, compile_=split(recorder))
+    seen = compare_bert(rank, split(recorder), options)
     assert len(recorder.graphs) > 2
     assert seen.rounds[-1] == seen.buckets > 2
 

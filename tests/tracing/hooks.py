@@ -112,7 +112,7 @@ def hooks_on_the_root(width):
     return module, lambda: seen
 
 
-@row("a module hook that all-reduces the gradient")
+@row("a module hook that all-reduces the gradient", inductor=True)
 def hook_with_collective():
     module = nn.Sequential(Doubled(), Doubled())
 
@@ -243,7 +243,7 @@ def post_accumulate_hook_inside():
     return function, lambda: seen
 
 
-@row("a post-accumulate hook that all-reduces")
+@row("a post-accumulate hook that all-reduces", inductor=True)
 def post_accumulate_hook_with_collective(width):
     module = Chain(width)
     for param in module.parameters():

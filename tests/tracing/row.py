@@ -20,6 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
+def join_fake_group(rank: int, size: int) -> None:
+    """Make the default group one that delivers nothing, as ``rank`` of ``size``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
 class Place:
     """One rank's groups, meshes and inputs; made once a run, on every rank alike."""
 

@@ -12,7 +12,7 @@ from paceline.tracing.operator_namespace import operators
 from paceline.tracing.ops import STARTERS
 from tests.on_ranks import on_ranks
 from tests.tracing.launches import launches
-from tests.tracing.row import difference
+from tests.tracing.row import difference, join_fake_group
 from tests.tracing.runner import ALLOWED_WARNINGS, LITE, PATIENCE_S, compiled
 
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -394,9 +394,7 @@ def _multiplied_by_zero(x, w):
 
 @on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
 def test_what_is_done_in_backward_is_done_there_and_once(rank, size):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    join_fake_group(0, 2)
     for backend in (None, "aot_eager", LITE):
         function = _compiled(_multiplied_by_zero, backend) if backend else _multiplied_by_zero
         x, w = torch.ones(4), torch.ones(4, requires_grad=True)

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.on_ranks import on_ranks
@@ -29,10 +28,10 @@ def _compiled(module, backend):
     return torch.compile(module, fullgraph=True, backend=backend)
 
 
-def _train(module, call, *, rank):
+def _train(module, call):
     """A few steps of SGD; returns what the weights and the gradient of the input became."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(0)
     grads = []
     for _ in range(3):
         x = torch.randn(3, 4, generator=generator).requires_grad_()
@@ -41,25 +40,6 @@ def _train(module, call, *, rank):
         optimizer.step()
         grads.append(x.grad)
     return [*grads, *(param.detach() for param in module.parameters())]
-
-
-def _compare(backend, install, *, rank=0):
-    """Train two copies of a net, each with hooks of its own: one compiled, one not."""
-    assert not torch._dynamo.config.compiled_autograd
-    torch.manual_seed(0)
-    ours = Net()
-    theirs = copy.deepcopy(ours)
-    seen: list[list] = [[], []]
-    for module, log in zip((ours, theirs), seen, strict=True):
-        install(module, log)
-    got = _train(ours, _compiled(ours, backend), rank=rank)
-    want = _train(theirs, theirs, rank=rank)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-    assert len(seen[0]) == len(seen[1])
-    for a, b in zip(*seen, strict=True):
-        torch.testing.assert_close(a, b)
-    return seen[0]
 
 
 def _hooks_of_every_kind(module, log):
@@ -85,26 +65,17 @@ def _hooks_of_every_kind(module, log):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
 def test_training_with_hooks_of_every_kind(rank, size, backend):
+    """Two copies of a net are trained, each with hooks of its own: one compiled, one not."""
+    assert not torch._dynamo.config.compiled_autograd
+    ours = Net()
+    theirs = copy.deepcopy(ours)
+    seen: list[list] = [[], []]
+    for module, log in zip((ours, theirs), seen, strict=True):
+        _hooks_of_every_kind(module, log)
+    torch.testing.assert_close(_train(ours, _compiled(ours, backend)), _train(theirs, theirs))
     # Once in each of three steps.
-    assert len(_compare(backend, _hooks_of_every_kind)) == 3
-
-
-def _average(module, log):
-    """What data-parallel code does by hand: collectives in hooks."""
-
-    def average(module, grad_input, grad_output):
-        grad = grad_input[0].clone()
-        dist.all_reduce(grad)
-        return (grad / dist.get_world_size(),)
-
-    module.middle.register_full_backward_hook(average)
-    for param in module.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad))
-
-
-@on_ranks(allow_warnings=ALLOWED_WARNINGS)
-def test_collectives_in_hooks(rank, size):
-    _compare("aot_eager", _average, rank=rank)
+    assert len(seen[0]) == 3
+    torch.testing.assert_close(*seen)
 
 
 # The last is torch's own remark on modules whose inputs need no gradient.
