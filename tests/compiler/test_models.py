@@ -35,7 +35,7 @@ def compare_bert(rank, compile_, options):
         torch.manual_seed(5)
         return bert(vocabulary=40, width=16, layers=1, heads=2, length=16)
 
-    options = {"bucket_cap_mb": 4000 / 2**20, "rtol": TOLERANCE, "atol": TOLERANCE, **options}
+    options = {"bucket_cap_mb": 4000 / 2**20, "steps": 2, "rtol": TOLERANCE, "atol": TOLERANCE, **options}
     return compare(rank, make, compile=compile_, step=bert_step, **options)
 
 

@@ -59,7 +59,7 @@ def _step(model, rank, n, kind):
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @on_ranks()
 def test_an_output_that_leads_to_no_parameter(rank, size, backend, breaks):
     for kind in KINDS:

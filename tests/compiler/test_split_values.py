@@ -366,7 +366,7 @@ def _chooses_layouts(gm, example_inputs):
     return run
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.full), True])
 @on_ranks(world_size=1)
 def test_parts_are_compiled_for_the_strides_they_get(rank, size, dynamic):
     backend = aot_autograd(fw_compiler=_chooses_layouts, bw_compiler=lambda gm, inputs: make_boxed_func(gm.forward))

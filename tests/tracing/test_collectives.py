@@ -227,7 +227,8 @@ def _rings(rank, size, backend):
         assert torch.equal(compiled(_x(rank), size), sum(_x(r) for r in range(size)))
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("aot_eager", 2), (LITE, 2), ("aot_eager", 4)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", LITE])
 def test_a_ring_of_batches(ranks, backend, world_size):
     ranks(_rings, backend, world_size=world_size, allow_warnings=ALLOWED_WARNINGS)
 
