@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,23 @@ def stack(layers: int = 4, width: int = 8) -> nn.Sequential:
 
 def plain_step(model: Any, rank: int, step: int) -> None:
     model(batch(rank, step)).square().sum().backward()
+
+
+@contextlib.contextmanager
+def messages(level: int) -> Iterator[list[str]]:
+    """What the compiler's logger says meanwhile, at ``level`` or above."""
+    told: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("paceline.compiler")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 @dataclass
@@ -127,6 +146,7 @@ def compare(
     make: Callable[[], nn.Module],
     *,
     compile: Callable[[DDP], Any],
+    inside: Callable[[nn.Module], nn.Module] = lambda module: module,
     steps: int = 3,
     step: Step = plain_step,
     prepare: Callable[[DDP], None] = lambda ddp: None,
@@ -136,11 +156,14 @@ def compare(
     atol: float = ATOL,
     **options: Any,
 ) -> Seen:
-    """Train an eager wrapper and a compiled one alike; gradients must be the same after each step."""
+    """Train an eager wrapper and a compiled one alike; gradients must be the same after each step.
+
+    ``compile`` compiles the wrapper, and ``inside`` the module before it is wrapped.
+    """
     torch._dynamo.reset()
     counters.clear()
     options.setdefault("bucket_cap_mb", 600 / 2**20)
-    eager, ours = DDP(make(), **options), DDP(make(), **options)
+    eager, ours = DDP(make(), **options), DDP(inside(make()), **options)
     prepare(eager)
     prepare(ours)
     compiled = compile(ours)

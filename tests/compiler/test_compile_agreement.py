@@ -7,12 +7,11 @@ ranks that compile differently often, without the agreement.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import os
-import signal
 import time
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -29,8 +28,7 @@ import paceline
 from paceline import DDP, _torch, errors
 from paceline.compiler import agreement
 from paceline.compiler.consensus.compile_exchange import exchange_of
-from paceline.testing import RankError
-from tests.compiler._compare import batch, same_grads, stack
+from tests.compiler._compare import batch, messages, same_grads, stack
 from tests.on_ranks import on_ranks
 
 # Under load the machine takes its time, and nothing here is about speed.
@@ -50,133 +48,93 @@ def _n_compiled() -> int:
 # -- shapes --------------------------------------------------------------------------------------------
 
 
-def _dynamic_tensor(rank):
-    model = nn.Linear(10, 2)
-    ddp = DDP(model)
-    model.compile(backend="aot_eager")
-    for n in ([5, 8, 6], [6, 6, 3])[rank]:
-        ddp(torch.randn(n, 10)).sum().backward()
+def _add(x, n):
+    return x + torch.ones(n).sum()
 
 
-def _dynamic_scalar(rank):
-    @eager
-    def f(x, y):
-        return x + torch.ones(y).sum()
-
-    for n in ([3, 3, 7], [4, 9, 9])[rank]:
-        x = torch.randn(5)
-        assert torch.equal(f(x, n), x + n)
+def _sums(x, y):
+    # Shapes are looked at before anything is computed.
+    zx, zy = x.shape, y.shape  # noqa: F841
+    return x.sum() + y.sum()
 
 
-def _speculation_divergence(rank):
-    @eager
-    def f(x, y):
-        zx = x.shape  # noqa: F841
-        zy = y.shape  # noqa: F841
-        return x.sum() + y.sum()
-
-    for n in ([4, 4], [3, 4])[rank]:
-        f(torch.randn(n), torch.randn(n))
+def _sums_behind_a_break(x, y):
+    z = y  # noqa: F841
+    print("a graph break, and nothing before it")
+    return _sums(x, y)
 
 
-def _empty_graph(rank):
-    @eager
-    def f(x, y):
-        z = y  # noqa: F841
-        print("a graph break, and nothing before it")
-        zx = x.shape  # noqa: F841
-        zy = y.shape  # noqa: F841
-        return x.sum() + y.sum()
-
-    for n in ([5, 5, 6], [3, 4, 5])[rank]:
-        f(torch.randn(n), torch.randn(n))
+def _pick(n, values):
+    return torch.as_tensor(values[n]).sum()
 
 
-def _dim_mismatch(rank):
-    @eager
-    def f(x, y):
-        return x.sum() + y.sum()
-
-    shape = ([4, 2], [3])[rank]
-    f(torch.randn(shape), torch.randn(shape))
+def _of_two_types(x):
+    return torch.tensor(x) if isinstance(x, int) else x.sum()
 
 
-def _missing_source(rank):
-    @eager
-    def f(rank, xs):
-        return xs[rank].sum()
-
-    f(rank, [torch.randn(10) for _ in range(2)])
+def _pairs(*shapes):
+    return [(torch.ones(shape), torch.ones(shape)) for shape in shapes]
 
 
-def _scalar_missing_source(rank):
-    @eager
-    def f(rank, xs):
-        return torch.tensor(xs[rank])
-
-    assert f(rank, [10, 11]) == 10 + rank
-
-
-def _type_mismatch(rank):
-    @eager
-    def f(x):
-        if isinstance(x, int):
-            return torch.tensor(x)
-        return x.sum()
-
-    # The second round is a deadlock with torch's own flag.
-    for n, number in ((10, 12), (12, 10)):
-        if rank == 0:
-            assert f(torch.ones(n)) == n
-        else:
-            assert f(number) == number
-
-
+# What is compiled; the arguments of each call on ranks 0 and 1; how often each rank compiles.
 CASES = {
-    _dynamic_tensor: 1,
-    _dynamic_scalar: 1,
-    _speculation_divergence: 1,
+    "numbers": (_add, [[(torch.ones(5), n) for n in calls] for calls in ([3, 3, 7], [4, 9, 9])], 1),
+    "speculation": (_sums, [_pairs(4, 4), _pairs(3, 4)], 1),
     # The frame up to the break, and what follows it.
-    _empty_graph: 2,
-    _dim_mismatch: 1,
-    _missing_source: 1,
-    _scalar_missing_source: 1,
-    _type_mismatch: 1,
+    "empty graph": (_sums_behind_a_break, [_pairs(5, 5, 6), _pairs(3, 4, 5)], 2),
+    "dimensions": (_sums, [_pairs((4, 2)), _pairs((3,))], 1),
+    "missing tensor": (_pick, [[(rank, [torch.ones(10), torch.ones(10)])] for rank in range(2)], 1),
+    "missing number": (_pick, [[(rank, [10, 11])] for rank in range(2)], 1),
+    # The second round is a deadlock with torch's own flag.
+    "types": (_of_two_types, [[(torch.ones(10),), (torch.ones(12),)], [(12,), (10,)]], 1),
 }
 
 
-def _shapes(rank, size, cases, agree):
+def _shapes(rank, size, names, agree):
     counts = []
-    for case in cases:
+    for name in names:
+        function, calls, _ = CASES[name]
         _fresh()
+        compiled = eager(function)
         with agreement(agree):
-            case(rank)
+            for arguments in calls[rank]:
+                assert torch.equal(compiled(*arguments), function(*arguments))
         counts.append(_n_compiled())
     return counts
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_ranks_that_see_different_shapes_compile_equally_often(ranks, backend):
-    expected = list(CASES.values())
+    expected = [count for _, _, count in CASES.values()]
     assert ranks(_shapes, list(CASES), True, backend=backend, timeout=TIMEOUT_S) == [expected, expected]
 
 
 @pytest.mark.full
 def test_without_it_they_do_not(ranks):
     # What the test above is worth: these finish without the agreement too, but not with the same graphs.
-    counts = ranks(_shapes, [_dynamic_scalar, _speculation_divergence], False, timeout=TIMEOUT_S)
+    counts = ranks(_shapes, ["numbers", "speculation"], False, timeout=TIMEOUT_S)
     assert counts == [[2, 1], [2, 2]]
+
+
+@on_ranks(timeout=TIMEOUT_S)
+def test_batches_of_different_sizes(rank, size):
+    """The module inside of a wrapper is compiled by itself, and both ranks compile it once."""
+    model = nn.Linear(10, 2)
+    ddp = DDP(model)
+    model.compile(backend="aot_eager")
+    _fresh()
+    with agreement(True):
+        for n in ([5, 8, 6], [6, 6, 3])[rank]:
+            ddp(torch.randn(n, 10)).sum().backward()
+    assert _n_compiled() == 1
 
 
 # -- guards --------------------------------------------------------------------------------------------
 
 
-def _guards(rank, size):
-    @eager
-    def f(x):
-        return x.sum()
-
-    seen = []
+@on_ranks(timeout=TIMEOUT_S)
+def test_if_one_rank_must_recompile_all_do(rank, size):
+    f, seen = eager(lambda x: x.sum()), []
     _fresh()
     with agreement(True) as agreed:
         for n in (10, 10, 10 + 2 * rank, 30 + rank):
@@ -187,18 +145,12 @@ def _guards(rank, size):
     assert _torch.set_guard_hook(None) is None
     assert OutputGraph.run_compiler_collective.__module__ == "torch._dynamo.output_graph"
     assert "install_callbacks" not in vars(torch._dynamo.callback_handler)
-    return seen
+    assert seen == [1, 1, 2, 2]
 
 
-def test_if_one_rank_must_recompile_all_do(ranks):
-    assert ranks(_guards, timeout=TIMEOUT_S) == [[1, 1, 2, 2]] * 2
-
-
-def _met_later(rank, size):
-    @eager
-    def f(x):
-        return x.sum()
-
+@on_ranks(timeout=TIMEOUT_S)
+def test_ranks_meet_whatever_each_had_compiled_before(rank, size):
+    f = eager(lambda x: x.sum())
     _fresh()
     if rank == 0:
         f(torch.ones(3))
@@ -209,23 +161,12 @@ def _met_later(rank, size):
         f(torch.ones(5))
         torch._dynamo.reset()
         f(torch.ones(5))
-    return _n_compiled()
-
-
-def test_ranks_meet_whatever_each_had_compiled_before(ranks):
     # Rank 0: alone, dynamic together with rank 1, after the reset. Rank 1: the same, since what it had compiled by
     # itself inside agreement(False) did not fit.
-    assert ranks(_met_later, timeout=TIMEOUT_S) == [3, 3]
+    assert _n_compiled() == 3
 
 
 # -- skew ----------------------------------------------------------------------------------------------
-
-SHORT_S = 3
-
-
-def _shorten_timeout() -> None:
-    """Not in the constructor: connecting may take longer."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
 
 
 def _lose_patience() -> None:
@@ -318,7 +259,8 @@ def test_nor_does_it_if_the_others_have_it_in_their_cache(ranks):
 # -- graphs --------------------------------------------------------------------------------------------
 
 
-def _graphs(rank, size):
+@on_ranks(timeout=TIMEOUT_S)
+def test_graphs_that_differ_are_reported_with_the_first_node(rank, size):
     # Numbers like the rank's own become dynamic; others stand in the graphs as constants.
     scale = 1.5 + rank
 
@@ -332,36 +274,22 @@ def _graphs(rank, size):
         return y.cos() if rank == 0 else y.tan()
 
     _fresh()
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("paceline.compiler").addHandler(handler)
-    try:
-        with agreement(True) as agreed:
-            numbered(torch.ones(4))
-            different(torch.ones(4))
-    finally:
-        logging.getLogger("paceline.compiler").removeHandler(handler)
+    with messages(logging.WARNING) as told, agreement(True) as agreed:
+        numbered(torch.ones(4))
+        different(torch.ones(4))
     same, difference = (compilation.difference for compilation in agreed.compilations)
     assert same == ""
-    if rank == 0:
-        assert [record.getMessage() for record in records if record.levelno == logging.WARNING] == [difference]
+    assert told == ([difference] if rank == 0 else [])
+    assert "different (test_compile_agreement.py" in difference
+    line = inspect.unwrap(different).__code__.co_firstlineno + 3
+    assert f"rank 0 has call_method cos((%1), {{}}) at test_compile_agreement.py:{line}\n" in difference
+    assert "rank 1 has call_method tan" in difference
     _fresh()
     with (
         pytest.raises(errors.DisagreementError, match=r"(?s)rank 0 has.*cos.*rank 1 has.*tan"),
         agreement(True, on_difference="raise"),
     ):
         different(torch.ones(4))
-    return difference
-
-
-def test_graphs_that_differ_are_reported_with_the_first_node(ranks):
-    line = _graphs.__code__.co_firstlineno + 11
-    for difference in ranks(_graphs, timeout=TIMEOUT_S):
-        assert "different (test_compile_agreement.py" in difference
-        assert "rank 0 has call_method cos" in difference
-        assert f" at test_compile_agreement.py:{line}\n" in difference
-        assert "rank 1 has call_method tan" in difference
 
 
 @on_ranks(timeout=TIMEOUT_S)
@@ -381,138 +309,24 @@ def test_collectives_that_differ_are_an_error_before_they_run(rank, size):
         f(torch.ones(4))
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------
-
-
-@on_ranks(timeout=TIMEOUT_S)
-def test_a_rank_that_cannot_compile_is_an_error_on_all(rank, size):
-    def backend(gm, example_inputs):
-        if rank == 1:
-            raise RuntimeError("no such instruction")
-        return gm.forward
-
-    _fresh()
-    f = torch.compile(lambda x: x.sum(), backend=backend)
-    expected = (errors.PeerFailedError, torch._dynamo.exc.BackendCompilerFailed)[rank]
-    with agreement(True):
-        with pytest.raises(expected, match="no such instruction"):
-            f(torch.ones(4))
-
-        @torch.compile(backend="eager", fullgraph=True)
-        def g(x):
-            if rank == 1:
-                x = x + 1
-                torch._dynamo.graph_break()
-            return x.sum()
-
-        # A break that is not allowed is an error of rank 1, and of rank 0 since rank 1 had it.
-        expected = (errors.PeerFailedError, torch._dynamo.exc.Unsupported)[rank]
-        with pytest.raises(expected, match="graph_break"):
-            g(torch.ones(4))
-        if rank == 0:
-            # It has left an exchange that rank 1 never came to: the next would be taken for that one.
-            with pytest.raises(errors.StateError, match="an exchange before it failed"):
-                f(torch.ones(4))
-
-
-@on_ranks(timeout=TIMEOUT_S)
-def test_a_frame_that_all_gave_up_before_is_not_given_up_by_one_that_is_slow(rank, size):
-    """No rank can compile a frame, and then all can: rank 1 late."""
-
-    @functools.partial(torch.compile, backend="eager", fullgraph=True)
-    def f(x, breaks):
-        if breaks:
-            torch._dynamo.graph_break()
-        return x.sum()
-
-    _fresh()
-    with agreement(True) as found:
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            f(torch.ones(4), True)
-        exchange = found._exchange
-        number = exchange._n_exchanges + 1
-        while rank == 1 and exchange.read("waiting/0") != (number,):
-            pass
-        f(torch.ones(4), False)
-        assert len(found.compilations) == 1
-
-
-def test_a_frame_has_a_name_while_its_closure_is_not_assigned_yet():
-    def outer():
-        def inner():
-            return late
-
-        name = _torch.dynamo_frames._frame_name(inner.__code__, inner.__closure__)
-        late = None
-        return name
-
-    assert outer().startswith("inner (test_compile_agreement.py:")
-
-
-@on_ranks(timeout=TIMEOUT_S)
-def test_ranks_that_compile_different_functions_are_told_so(rank, size):
-    first = eager(lambda x: x.sum())
-    second = eager(lambda x: x.prod())
-    _fresh()
-    with agreement(True), pytest.raises(errors.DisagreementError, match=r"(?s)different functions.*rank 0.*rank 1"):
-        (first if rank == 0 else second)(torch.ones(4))
-
-
-@on_ranks(timeout=TIMEOUT_S)
-def test_a_rank_that_stays_away_is_named(rank, size):
-    f = eager(lambda x: x.sum())
-    _fresh()
-    _shorten_timeout()
-    with agreement(True):
-        f(torch.ones(4))
-        if rank == 0:
-            # Compiled code runs here, where an exception would end the process: it comes out all the same.
-            with pytest.raises(errors.RankLostError, match=r"for rank 1, which is not compiling"):
-                f(torch.ones(4))
-
-
-def _killed(rank, size):
-    def backend(gm, example_inputs):
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gm.forward
-
-    _fresh()
-    with agreement(True):
-        torch.compile(lambda x: x.sum(), backend=backend)(torch.ones(4))
-
-
-def test_a_rank_that_is_killed_while_it_compiles_is_news(ranks):
-    with pytest.raises(RankError) as caught:
-        ranks(_killed, timeout=TIMEOUT_S)
-    assert caught.value.failures[0].error_type == "RankLostError"
-    assert "rank 1" in caught.value.failures[0].message
-
-
 # -- as an option --------------------------------------------------------------------------------------
 
 
-def _option(rank, size):
+@pytest.mark.full
+@on_ranks(timeout=TIMEOUT_S)
+def test_it_is_an_option_of_paceline_compile(rank, size):
     _fresh()
     plain, ddp = DDP(stack()), DDP(stack())
     compiled = paceline.compile(ddp, inner="aot_eager", agreement=True)
-    counts = []
     for step, rows in enumerate([(4, 7), (4, 4), (9, 3)]):
         inputs = batch(rank, step, rows[rank], 8)
         for model in (plain, compiled):
             model.zero_grad()
             model(inputs).square().sum().backward()
         same_grads(plain, ddp)
-        counts.append(_n_compiled())
+        assert _n_compiled() == 1
     function = paceline.compile(lambda x: x + rank, inner="eager", agreement=True)
     assert torch.equal(function(torch.ones(2 + rank)), torch.ones(2 + rank) + rank)
-    return counts
-
-
-@pytest.mark.full
-def test_it_is_an_option_of_paceline_compile(ranks):
-    first, second = ranks(_option, timeout=TIMEOUT_S)
-    assert first == second == [1, 1, 1]
 
 
 @on_ranks(world_size=1, timeout=TIMEOUT_S)
@@ -524,22 +338,17 @@ def test_without_other_ranks_nothing_is_agreed_on(rank, size):
         agreement(True, on_difference="perhaps")
 
 
-def _four(rank, size):
-    @eager
-    def f(x):
-        return x.sum()
-
+@on_ranks(world_size=4, timeout=TIMEOUT_S)
+def test_a_group_agrees_by_itself(rank, size):
+    f = eager(lambda x: x.sum())
     _fresh()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with agreement(True, group=halves[rank // 2]):
         # Rank 3 alone sees another size: ranks 0 and 1 do not hear of it.
         for n in (5, 5 + (rank == 3)):
             f(torch.ones(n))
-    return _n_compiled()
-
-
-def test_a_group_agrees_by_itself(ranks):
-    assert ranks(_four, world_size=4, timeout=TIMEOUT_S) == [1, 1, 2, 2]
+    assert _n_compiled() == 1 + rank // 2
+    dist.barrier()
 
 
 @on_ranks(timeout=TIMEOUT_S)

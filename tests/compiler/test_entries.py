@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters
 
 import paceline
 from paceline import DDP
 from paceline.compiler import Backend
 from paceline.compiler.taps import ops
-from tests.compiler._compare import Watch, batch, compare, in_sync, plain_step, same_grads, stack
+from tests.compiler._compare import batch, compare, in_sync, plain_step, stack
 from tests.on_ranks import on_ranks
 
 
@@ -25,76 +24,43 @@ from tests.on_ranks import on_ranks
 def test_a_module_that_is_compiled_inside_of_its_wrapper(rank, size, how, backend):
     """The module is compiled by itself, and wrapped then (or before)."""
 
-    def compiled():
-        module = stack()
+    def inside(module):
         if how == "torch.compile":
             return torch.compile(module, backend=backend, fullgraph=True)
         if how == "module.compile":
             module.compile(backend=backend, fullgraph=True)
         return module
 
-    torch._dynamo.reset()
-    counters.clear()
-    cap = 600 / 2**20
-    eager, ours = DDP(stack(), bucket_cap_mb=cap), DDP(compiled(), bucket_cap_mb=cap)
-    if how == "later":
-        ours.module.compile(backend=backend, fullgraph=True)
-    watch = Watch(ours)
-    for n in range(3):
-        for model in (eager, ours):
-            model.zero_grad()
-            plain_step(model, rank, n)
-        same_grads(eager, ours, f"step {n}")
-    seen = watch.result()
+    def compile_(ddp):
+        if how == "later":
+            ddp.module.compile(backend=backend, fullgraph=True)
+        return ddp
+
+    seen = compare(rank, stack, inside=inside, compile=compile_)
     assert seen.graphs == 1
     assert seen.rounds == [seen.rounds[0], seen.buckets, seen.buckets]
     assert seen.early == [n - 1 for n in seen.rounds]
 
 
+@pytest.mark.parametrize(("inner", "fullgraph"), [(False, True), (False, False), (True, True)])
 @on_ranks()
-def test_the_compile_method_of_the_wrapper(rank, size):
-    def compile_(ddp):
-        ddp.compile(backend="aot_eager", fullgraph=True)
-        return ddp
-
-    seen = compare(rank, stack, compile=compile_)
-    assert seen.graphs == 1
-    assert min(seen.early) > 0
-
-
-def _training_step(rank, size, inner, fullgraph):
-    """A compiled function that computes the loss, through the wrapper or through its module."""
-    torch._dynamo.reset()
-    counters.clear()
-    cap = 600 / 2**20
-    eager, ours = DDP(stack(), bucket_cap_mb=cap), DDP(stack(), bucket_cap_mb=cap)
-    watch = Watch(ours)
-
+def test_a_compiled_loss_that_calls_the_wrapper_or_the_module_inside(rank, size, inner, fullgraph):
     def loss(model, x):
         out = model(x * 2)
         # A use of parameters outside of the module, in the same graph.
         return out.square().sum() + sum(param.pow(3).sum() for param in model.parameters())
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=fullgraph)
-    for n in range(3):
-        for model, run in ((eager, loss), (ours, compiled)):
-            model.zero_grad()
-            run(model.module if inner and model is ours else model, batch(rank, n)).backward()
-        same_grads(eager, ours)
-    return watch.result()
 
+    def step(model, rank, n):
+        run, called = (loss, model) if isinstance(model, DDP) else (compiled, model())
+        run(called, batch(rank, n)).backward()
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_loss_that_calls_the_wrapper(ranks, fullgraph):
-    for seen in ranks(_training_step, False, fullgraph):
-        assert seen.graphs == 1
+    seen = compare(rank, stack, compile=lambda ddp: lambda: ddp.module if inner else ddp, step=step)
+    assert seen.graphs == 1
+    if not inner:
         assert seen.rounds[-1] == seen.buckets
         assert min(seen.early) > 0
-
-
-def test_a_compiled_loss_that_calls_the_module_inside(ranks):
-    for seen in ranks(_training_step, True, True):
-        assert seen.graphs == 1
 
 
 @on_ranks()
@@ -145,14 +111,6 @@ def test_graph_breaks_are_counted_across(rank, size, how):
         assert seen.early[-1] == seen.buckets - 1
 
 
-@on_ranks()
-def test_the_backend_by_name(rank, size):
-    assert "paceline" in torch._dynamo.list_backends()
-    seen = compare(rank, stack, compile=functools.partial(torch.compile, backend="paceline"))
-    assert seen.graphs == 1
-    assert min(seen.early) > 0
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["inductor", "paceline"])
 @on_ranks()
@@ -174,26 +132,6 @@ def test_inductor_keeps_the_order_of_the_graph(rank, size, backend):
     assert told == [{"reorder_for_peak_memory": False}]
 
 
-@pytest.mark.full
-@on_ranks()
-def test_the_backend_by_name_takes_modes_and_options(rank, size):
-    compile_ = functools.partial(torch.compile, backend="paceline")
-    found = [compare(rank, stack, compile=functools.partial(compile_, options={"inner": "aot_eager"}))]
-    given = []
-
-    def mine(gm, example_inputs, options):
-        given.append((options, sum(node.target is ops.tap for node in gm.graph.nodes)))
-        return gm.forward
-
-    found.append(compare(rank, stack, compile=functools.partial(compile_, options={"inner": mine, "depth": 3})))
-    ((options, taps),) = given
-    assert options == {"depth": 3}
-    assert taps > 0
-    found.append(compare(rank, stack, compile=functools.partial(compile_, mode="reduce-overhead")))
-    found.append(compare(rank, stack, compile=functools.partial(compile_, options={"max_fusion_size": 8})))
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in found)
-
-
 class Blocks(nn.Module):
     """More blocks than Dynamo compiles one piece of code for, each compiled by itself."""
 
@@ -210,8 +148,6 @@ class Blocks(nn.Module):
 
 @on_ranks()
 def test_blocks_that_are_compiled_one_by_one_share_a_graph_and_report_their_own(rank, size):
-    torch._dynamo.reset()
-    counters.clear()
     runs = []
 
     def mine(gm, example_inputs):
@@ -222,17 +158,9 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph_and_report_their_own(
         return run
 
     assert len({Backend(mine), Backend(mine), Backend(mine, split=True), Backend(print)}) == 3
-    models = Blocks(functools.partial(paceline.compile, inner=mine)), Blocks()
-    ours, plain = (DDP(model, bucket_cap_mb=600 / 2**20) for model in models)
-    watch = Watch(ours)
-    for n in range(3):
-        for ddp in (ours, plain):
-            ddp.zero_grad()
-            runs.clear()
-            plain_step(ddp, rank, n)
-            assert len(runs) == (10 if ddp is ours else 0)
-        same_grads(ours, plain)
-    seen = watch.result()
+    compiled = functools.partial(Blocks, functools.partial(paceline.compile, inner=mine))
+    seen = compare(rank, Blocks, inside=lambda _: compiled(), compile=lambda ddp: ddp)
+    assert len(runs) == 3 * 10
     # One for the first, whose input needs no gradient, and one for all others.
     assert (seen.graphs, seen.taps) == (2, 2)
     # All but the last, which leaves when backward has ended.
@@ -240,26 +168,46 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph_and_report_their_own(
     assert seen.buckets > 5
 
 
+given = []
+
+
+def mine(gm, example_inputs, **more):
+    given.append((more, sum(node.target is ops.tap for node in gm.graph.nodes)))
+    return gm.forward
+
+
+def compile_method(ddp):
+    ddp.compile(backend="aot_eager", fullgraph=True)
+    return ddp
+
+
+by_name = functools.partial(torch.compile, backend="paceline")
+# Ways to compile, each with what a backend of the user's own is given besides the graph.
+WAYS = {
+    "a backend of the user's own": (functools.partial(torch.compile, backend=mine, fullgraph=True), {}),
+    "by name": (functools.partial(by_name, options={"inner": mine, "depth": 3}), {"options": {"depth": 3}}),
+    "by name, with another": (functools.partial(by_name, options={"inner": "aot_eager"}), None),
+    "ddp.compile()": (compile_method, None),
+    "inductor by name": (by_name, None),
+    "mode by name": (functools.partial(by_name, mode="reduce-overhead"), None),
+    "options by name": (functools.partial(by_name, options={"max_fusion_size": 8}), None),
+    "options": (functools.partial(torch.compile, fullgraph=True, options={"max_fusion_size": 8}), None),
+    "mode": (functools.partial(paceline.compile, mode="default", fullgraph=True), None),
+}
+QUICK = ("a backend of the user's own", "by name", "by name, with another", "ddp.compile()")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.full) for w in WAYS])
 @on_ranks()
-def test_a_backend_of_the_users_own(rank, size):
-    calls = []
-
-    def mine(gm, example_inputs):
-        calls.append(len(gm.graph.nodes))
-        return gm.forward
-
-    seen = compare(rank, stack, compile=functools.partial(torch.compile, backend=mine, fullgraph=True))
-    assert len(calls) == 1
+def test_backends_modes_and_options(rank, size, way):
+    assert "paceline" in torch._dynamo.list_backends()
+    compile_, expected = WAYS[way]
+    given.clear()
+    seen = compare(rank, stack, compile=compile_)
+    assert seen.graphs == 1
     assert min(seen.early) > 0
-
-
-@on_ranks()
-def test_modes_and_options(rank, size):
-    compile_ = functools.partial(torch.compile, fullgraph=True, options={"max_fusion_size": 8})
-    first = compare(rank, stack, compile=compile_)
-    second = compare(rank, stack, compile=functools.partial(paceline.compile, mode="default", fullgraph=True))
-    pair = first, second
-    assert all(seen.graphs == 1 and min(seen.early) > 0 for seen in pair)
+    assert given == ([] if expected is None else [(expected, seen.taps)])
+    assert seen.taps > 0
 
 
 @on_ranks()
@@ -299,7 +247,7 @@ class Clamped(nn.Module):
 @on_ranks()
 def test_parameters_that_forward_changes_in_place_are_not_tapped(rank, size, backend):
     seen = compare(rank, Clamped, compile=functools.partial(torch.compile, backend=backend, fullgraph=True))
-    seen, untapped = seen, paceline.explain(DDP(Clamped(), bucket_cap_mb=600 / 2**20), batch(rank)).untapped
+    untapped = paceline.explain(DDP(Clamped(), bucket_cap_mb=600 / 2**20), batch(rank)).untapped
     # With eager it may be one of these, which autograd brings in between, that completes a bucket.
     assert max(seen.early) > 0
     names = [f"layers.{n}.weight" for n in (0, 2, 4)]

@@ -10,13 +10,12 @@ from torch import nn
 
 import paceline
 from paceline import DDP
-from paceline.compiler.taps import tap
-from tests.compiler._compare import batch, plain_step, stack
+from tests.compiler._compare import batch, messages, plain_step, stack
 from tests.compiler.test_entries import Broken
 from tests.on_ranks import on_ranks
 
 
-def _explained(rank, size, make):
+def _explained(rank, make):
     torch._dynamo.reset()
     ddp = DDP(make(), bucket_cap_mb=600 / 2**20)
     plain_step(ddp, rank, 0)
@@ -33,58 +32,39 @@ def _explained(rank, size, make):
     return found
 
 
-def test_a_whole_graph(ranks):
-    for found in ranks(_explained, stack):
-        assert len(found.graphs) == 1
-        assert not found.breaks
-        assert not found.untapped
-        assert 0 < found.started_bytes() < found.total_bytes
-        assert "1 graph(s) report gradients, 0 graph break(s)" in str(found)
-        assert "starts before backward ends" in str(found)
+@on_ranks()
+def test_a_whole_graph(rank, size):
+    found = _explained(rank, stack)
+    assert len(found.graphs) == 1
+    assert not found.breaks
+    assert not found.untapped
+    assert 0 < found.started_bytes() < found.total_bytes
+    assert "1 graph(s) report gradients, 0 graph break(s)" in str(found)
+    assert "starts before backward ends" in str(found)
 
 
 @on_ranks()
-def test_a_bias_is_reported_with_its_weight(rank, size):
-    """Layers whose weights are large, and whose biases are nothing beside them."""
-    ddp = DDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
-    reducer = tap.owner_of(ddp.module[0].weight)
-    groups = tap.group(reducer, ddp.parameters())
-    taps = [[reducer.slots.of(param).name for param in members] for members in groups]
-    assert taps == [[f"{n}.bias", f"{n}.weight"] for n in (3, 2, 1, 0)]
-
-
-def test_breaks_and_their_reasons(ranks):
-    for found in ranks(_explained, Broken):
-        assert len(found.graphs) == 2
-        assert sum(found.breaks.values()) >= 1
-        assert any("graph_break" in reason for reason in found.breaks)
+def test_breaks_and_their_reasons(rank, size):
+    found = _explained(rank, Broken)
+    assert len(found.graphs) == 2
+    assert sum(found.breaks.values()) >= 1
+    assert any("graph_break" in reason for reason in found.breaks)
 
 
 @on_ranks()
 def test_the_plan_and_the_placement_are_logged_once(rank, size):
     """The plan and the placement, in one table, once."""
     torch._dynamo.reset()
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("paceline.compiler")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with messages(logging.INFO) as told:
         ddp = DDP(stack(), bucket_cap_mb=600 / 2**20)
         compiled = torch.compile(ddp, backend="aot_eager", dynamic=False)
         for n in range(6):
             # Compiled a second time, for another shape: not a reason to say it again.
             compiled(batch(rank, n, 3 + n // 4, 8)).sum().backward()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-    told, n_buckets = told, len(ddp.plan.buckets)
     (table,) = told
     lines = table.splitlines()
     assert lines[1].split() == ["bucket", "MB", "params", "starts", "at"]
-    assert len(lines) == 3 + n_buckets
+    assert len(lines) == 3 + len(ddp.plan.buckets)
     assert "of backward" in lines[2]
     assert lines[-2].endswith("the end of backward")
 

@@ -45,7 +45,8 @@ class Puzzling(nn.Module):
         return self.inner(x)
 
 
-def _dynamo_fails(rank, size):
+@on_ranks()
+def test_an_error_of_dynamo_on_one_rank_is_an_error_on_all(rank, size):
     """Nobody lets the program end on it: the others are told all the same."""
     torch._dynamo.reset()
     ddp = DDP(Puzzling(breaks=rank == 1))
@@ -53,14 +54,9 @@ def _dynamo_fails(rank, size):
     if rank == 1:
         with pytest.raises(torch._dynamo.exc.Unsupported):
             compiled(batch(rank))
-        return None
-    with pytest.raises(errors.PeerFailedError, match=r"(?s)rank 1.*compiling.*graph_break"):
-        plain_step(compiled, rank, 0)
-    return None
-
-
-def test_an_error_of_dynamo_on_one_rank_is_an_error_on_all(ranks):
-    ranks(_dynamo_fails)
+    else:
+        with pytest.raises(errors.PeerFailedError, match=r"(?s)rank 1.*compiling.*graph_break"):
+            plain_step(compiled, rank, 0)
 
 
 @on_ranks()
@@ -152,6 +148,10 @@ def test_a_parameter_that_is_replaced(rank, size):
     assert min(seen.early[2:]) > 0
 
 
+def fail(grad):
+    raise ValueError("a hook of the user's")
+
+
 @on_ranks()
 def test_a_backward_that_raises_before_the_graph_is_forgotten(rank, size):
     torch._dynamo.reset()
@@ -160,16 +160,10 @@ def test_a_backward_that_raises_before_the_graph_is_forgotten(rank, size):
     plain_step(compiled, rank, 0)
     out = compiled(batch(rank, 1))
     if rank == 1:
-
-        def fail(grad):
-            raise ValueError("a hook of the user's")
-
         out.register_hook(fail)
         with pytest.raises(ValueError, match="a hook of the user's"):
             out.sum().backward()
         # Nothing was under way: the next step is as good as any.
-    else:
-        pass
     ddp.zero_grad()
     eager = DDP(stack())
     plain_step(eager, rank, 2)
@@ -204,10 +198,6 @@ def test_an_interrupted_backward_in_no_sync_keeps_what_was_accumulated(rank, siz
     with ddp.no_sync():
         plain_step(compiled, rank, 0)
         before = [param.grad.clone() for param in ddp.parameters()]
-
-        def fail(grad):
-            raise ValueError("a hook of the user's")
-
         x = batch(rank).requires_grad_()
         x.register_hook(fail)
         with pytest.raises(ValueError, match="a hook of the user's"):

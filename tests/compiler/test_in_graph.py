@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,11 @@ BACKENDS = ["eager", "aot_eager", "inductor"]
 
 def whole(backend, **options):
     return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
+
+
+def _unwrapped(model):
+    """The wrapper, which may be compiled."""
+    return getattr(model, "_orig_mod", model)
 
 
 @pytest.mark.parametrize("cap_bytes", [64, 600, 1200, 2**20])
@@ -57,20 +63,13 @@ def test_backends_get_graphs_of_the_kind_that_dynamo_makes(rank, size):
     assert ours == plain
 
 
-def _taps_of_equal_layers(rank, size):
-    """How many there are, with the limit on their bytes that there is, and with one of a single layer."""
+@on_ranks()
+def test_a_tap_is_a_part_of_the_whole_and_has_a_limit(rank, size):
     ddp = DDP(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(64))), bucket_cap_mb=0.02)
-    numbers = [len(tap.group(ddp._reducer, ddp.parameters()))]
-    before, tap.MAX_TAP_BYTES = tap.MAX_TAP_BYTES, 4 * 32 * 32
-    try:
-        return [*numbers, len(tap.group(ddp._reducer, ddp.parameters()))]
-    finally:
-        tap.MAX_TAP_BYTES = before
-
-
-def test_a_tap_is_a_part_of_the_whole_and_has_a_limit(ranks):
-    for numbers in ranks(_taps_of_equal_layers):
-        assert numbers == [32, 64]
+    assert len(tap.group(ddp._reducer, ddp.parameters())) == 32
+    # With a limit of the bytes of one layer.
+    with mock.patch.object(tap, "MAX_TAP_BYTES", 4 * 32 * 32):
+        assert len(tap.group(ddp._reducer, ddp.parameters())) == 64
 
 
 @on_ranks()
@@ -90,8 +89,7 @@ def test_small_parameters_are_reported_with_the_large_one_behind_them(rank, size
 @on_ranks()
 def test_no_sync_and_accumulation_do_not_compile_again(rank, size, backend):
     def step(model, rank, n):
-        ddp = model if isinstance(model, DDP) else model._orig_mod
-        with ddp.no_sync():
+        with _unwrapped(model).no_sync():
             plain_step(model, rank, 3 * n)
             plain_step(model, rank, 3 * n + 1)
         plain_step(model, rank, 3 * n + 2)
@@ -100,20 +98,6 @@ def test_no_sync_and_accumulation_do_not_compile_again(rank, size, backend):
     assert seen.graphs == 1
     assert min(seen.early) > 0
     assert seen.rounds[-1] == seen.buckets
-
-
-@on_ranks()
-def test_gradients_that_are_not_zeroed_add_up(rank, size):
-    seen = compare(rank, stack, compile=whole("aot_eager"), zero=False)
-    assert min(seen.early) > 0
-
-
-@pytest.mark.parametrize("hook", [allreduce, fp16_compress], ids=["allreduce", "fp16"])
-@on_ranks()
-def test_comm_hooks_get_the_buckets(rank, size, hook):
-    seen = compare(rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp.register_comm_hook(None, hook))
-    assert seen.graphs == 1
-    assert min(seen.early) > 0
 
 
 class Normed(nn.Module):
@@ -165,7 +149,7 @@ class Unused(nn.Module):
 @on_ranks()
 def test_unused_parameters(rank, size, options, varying):
     def step(model, rank, n):
-        inner = getattr(model, "_orig_mod", model).module
+        inner = _unwrapped(model).module
         inner.use_spare = varying and n >= 1 and rank == n % 2
         plain_step(model, rank, n)
 
@@ -182,72 +166,6 @@ class Sometimes(nn.Module):
 
     def forward(self, x):
         return self.linear(x) if self.use else x * 2
-
-
-@on_ranks()
-def test_a_rank_that_uses_no_parameter_takes_part(rank, size):
-    def step(model, rank, n):
-        inner = getattr(model, "_orig_mod", model).module
-        inner.use = not (rank == 1 and n == 1)
-        plain_step(model, rank, n)
-
-    compare(rank, Sometimes, compile=whole("aot_eager"), step=step)
-
-
-@on_ranks()
-def test_static_graph(rank, size):
-    seen = compare(rank, stack, compile=whole("aot_eager"), static_graph=True)
-    assert min(seen.early) > 0
-
-
-@on_ranks()
-def test_ignored_parameters_have_no_tap(rank, size):
-    def make():
-        module = stack()
-        DDP._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
-        return module
-
-    def step(model, rank, n):
-        plain_step(model, 0, n)
-
-    seen = compare(rank, make, compile=whole("aot_eager"), step=step)
-    assert seen.taps == 7
-
-
-@on_ranks()
-def test_weighted_averages(rank, size):
-    def step(model, rank, n):
-        ddp = getattr(model, "_orig_mod", model)
-        with ddp.weighted(rank + 1 + n):
-            plain_step(model, rank, n)
-
-    seen = compare(rank, stack, compile=whole("aot_eager"), step=step)
-    assert seen.graphs == 1
-
-
-@on_ranks()
-def test_join(rank, size):
-    def step(model, rank, n):
-        ddp = getattr(model, "_orig_mod", model)
-        with ddp.join():
-            for k in range(1 + rank):
-                ddp.zero_grad()
-                plain_step(model, rank, 10 * n + k)
-
-    # A rank that has run out has no gradients, and is given the others' weights when the next join ends.
-    seen = compare(rank, stack, compile=whole("aot_eager"), step=step, synced=False)
-    assert seen.graphs == 1
-
-
-@on_ranks()
-def test_freezing_and_unfreezing(rank, size):
-    def step(model, rank, n):
-        getattr(model, "_orig_mod", model).module[2].requires_grad_(n != 1)
-        plain_step(model, rank, n)
-
-    seen = compare(rank, stack, compile=whole("aot_eager"), step=step, steps=4)
-    assert seen.graphs <= 3
-    assert min(seen.early) > 0
 
 
 class Tied(nn.Module):
@@ -283,23 +201,12 @@ def test_several_forwards_before_a_backward(rank, size, backend):
     assert seen.early[-1] > 0
 
 
-@on_ranks()
-def test_two_backwards_of_one_forward(rank, size):
-    def step(model, rank, n):
-        out = model(batch(rank, n))
-        out.sum().backward(retain_graph=True)
-        out.square().sum().backward()
-
-    seen = compare(rank, stack, compile=whole("aot_eager"), step=step)
-    assert seen.graphs == 1
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @on_ranks()
 def test_gradients_that_come_from_outside_of_the_graph_as_well(rank, size, backend):
     # Two parameters in four steps.
     def step(model, rank, n):
-        inner = getattr(model, "_orig_mod", model).module
+        inner = _unwrapped(model).module
         # Gradients that come from elsewhere, in the same backward.
         (model(batch(rank, n)).square().sum() + inner[0].weight.pow(3).sum() + inner[6].bias.sum()).backward()
 
@@ -308,12 +215,82 @@ def test_gradients_that_come_from_outside_of_the_graph_as_well(rank, size, backe
     assert seen.more == 8
 
 
-@on_ranks()
-def test_tensor_hooks_of_the_user_see_the_gradient_first(rank, size):
-    def prepare(ddp):
-        ddp.module[2].weight.register_hook(lambda grad: grad * 3)
+def _some_rank_uses_nothing(model, rank, n):
+    _unwrapped(model).module.use = not (rank == 1 and n == 1)
+    plain_step(model, rank, n)
 
-    compare(rank, stack, compile=whole("aot_eager"), prepare=prepare)
+
+def _same_on_all_ranks(model, rank, n):
+    plain_step(model, 0, n)
+
+
+def _weighted(model, rank, n):
+    with _unwrapped(model).weighted(rank + 1 + n):
+        plain_step(model, rank, n)
+
+
+def _joined(model, rank, n):
+    ddp = _unwrapped(model)
+    with ddp.join():
+        for k in range(1 + rank):
+            ddp.zero_grad()
+            plain_step(model, rank, 10 * n + k)
+
+
+def _frozen_for_a_step(model, rank, n):
+    _unwrapped(model).module[2].requires_grad_(n != 1)
+    plain_step(model, rank, n)
+
+
+def _two_backwards(model, rank, n):
+    out = model(batch(rank, n))
+    out.sum().backward(retain_graph=True)
+    out.square().sum().backward()
+
+
+def _backward_of_some_parameters(model, rank, n):
+    inner = _unwrapped(model).module
+    model(batch(rank, n)).square().sum().backward(inputs=[inner[0].weight, inner[4].bias])
+
+
+def _ignoring():
+    module = stack()
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
+    return module
+
+
+# What is given to ``compare``, how many graphs there are, and whether buckets leave early in every step.
+KINDS = {
+    "gradients that are not zeroed": ({"zero": False}, 1, True),
+    "static_graph": ({"static_graph": True}, 1, True),
+    "comm hook": ({"prepare": lambda ddp: ddp.register_comm_hook(None, allreduce)}, 1, True),
+    "comm hook that compresses": ({"prepare": lambda ddp: ddp.register_comm_hook(None, fp16_compress)}, 1, True),
+    "weighted": ({"step": _weighted}, 1, False),
+    # A rank that has run out has no gradients, and is given the others' weights when the next join ends.
+    "join": ({"step": _joined, "synced": False}, 1, False),
+    "freezing and unfreezing": ({"step": _frozen_for_a_step, "steps": 4}, 3, True),
+    "two backwards of one forward": ({"step": _two_backwards}, 1, False),
+    "backward(inputs=...)": ({"step": _backward_of_some_parameters}, 1, False),
+    "a rank uses no parameter": ({"make": Sometimes, "step": _some_rank_uses_nothing}, 2, False),
+    "ignored parameters": ({"make": _ignoring, "step": _same_on_all_ranks}, 1, True),
+    # A hook of the user's sees the gradient first.
+    "tensor hook": ({"prepare": lambda ddp: ddp.module[2].weight.register_hook(lambda grad: grad * 3)}, 1, False),
+    # This is torch's way to say that gradients stay as they are.
+    "hooks that are removed": ({"prepare": lambda ddp: ddp._remove_autograd_hooks(), "synced": False}, 1, False),
+}
+
+
+LONG_TAIL = ("gradients that are not zeroed", "comm hook that compresses", "backward(inputs=...)")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full if k in LONG_TAIL else []) for k in KINDS])
+@on_ranks()
+def test_training_of_many_kinds(rank, size, kind):
+    options, graphs, is_early = KINDS[kind]
+    seen = compare(rank, **{"make": stack, "compile": whole("aot_eager"), **options})
+    assert 1 <= seen.graphs <= graphs
+    assert not is_early or min(seen.early) > 0
+    assert kind != "ignored parameters" or seen.taps == 7
 
 
 @on_ranks()
@@ -334,12 +311,6 @@ def test_hooks_of_the_user_on_accumulation_see_the_gradient_first(rank, size):
 
 
 @on_ranks()
-def test_a_wrapper_whose_hooks_are_removed_takes_nothing(rank, size):
-    """torch's way to say that gradients stay as they are."""
-    compare(rank, stack, compile=whole("aot_eager"), prepare=lambda ddp: ddp._remove_autograd_hooks(), synced=False)
-
-
-@on_ranks()
 def test_autograd_grad_stays_local(rank, size):
     torch._dynamo.reset()
     ddp = DDP(stack())
@@ -357,20 +328,11 @@ def test_autograd_grad_stays_local(rank, size):
     assert all(param.grad is not None for param in params)
 
 
-@on_ranks()
-def test_backward_of_some_parameters_only(rank, size):
-    def step(model, rank, n):
-        inner = getattr(model, "_orig_mod", model).module
-        model(batch(rank, n)).square().sum().backward(inputs=[inner[0].weight, inner[4].bias])
-
-    compare(rank, stack, compile=whole("aot_eager"), step=step)
-
-
 @on_ranks(allow_warnings=(("Using backward\\(\\) with create_graph=True", UserWarning),))
 def test_create_graph_where_the_backend_can(rank, size):
     def step(model, rank, n):
         model(batch(rank, n)).square().sum().backward(create_graph=True)
-        params = list(getattr(model, "_orig_mod", model).parameters())
+        params = list(_unwrapped(model).parameters())
         penalty = sum(param.grad.square().sum() for param in params)
         grads = torch.autograd.grad(penalty, params)
         for param, grad in zip(params, grads, strict=True):
@@ -410,16 +372,15 @@ def test_mixed_precision(rank, size, backend):
     assert min(seen.early) > 0
 
 
-def _dynamic(rank, size, dynamic):
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2), pytest.param(False, 4, marks=pytest.mark.full)])
+@on_ranks()
+def test_dynamic_shapes(rank, size, dynamic, graphs):
     def step(model, rank, n):
         model(batch(rank, n, 3 + n + rank, 8)).square().sum().backward()
 
-    return compare(rank, stack, compile=whole("aot_eager", dynamic=dynamic), step=step, steps=4)
-
-
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2), (False, 4)])
-def test_dynamic_shapes(ranks, dynamic, graphs):
-    assert all(seen.graphs == graphs and min(seen.early) > 0 for seen in ranks(_dynamic, dynamic))
+    seen = compare(rank, stack, compile=whole("aot_eager", dynamic=dynamic), step=step, steps=4)
+    assert seen.graphs == graphs
+    assert min(seen.early) > 0
 
 
 @on_ranks()

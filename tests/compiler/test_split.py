@@ -15,12 +15,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-import paceline
 from paceline import DDP
 from paceline.compiler import DDPOptimizer
 from paceline.errors import BadArgumentError
 from tests.compiler._split import MATRIX, WIDTH, Matrices, Recorder, cut_and_compare, rows
-from tests.compiler.test_models import Selective
+from tests.compiler.test_models import Attentive, Selective
 from tests.on_ranks import on_ranks
 
 
@@ -33,19 +32,11 @@ def stack_of(n: int = 4, width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(*(part for layer in _layers(n, width) for part in (layer, nn.ReLU())))
 
 
-class Biased(nn.Module):
-    """Of layers of very different sizes, as the model of torch's tests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        sizes = [10, 50, 50, 50, 5]
-        self.net = nn.Sequential(
-            *(part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU()))
-        ).double()
-
-    def forward(self, x):
-        return self.net(x)
+def biased() -> nn.Module:
+    """Layers of very different sizes, as the model of torch's tests has."""
+    torch.manual_seed(5)
+    pairs = itertools.pairwise([10, 50, 50, 50, 5])
+    return nn.Sequential(*(part for a, b in pairs for part in (nn.Linear(a, b), nn.ReLU()))).double()
 
 
 class Functional(nn.Module):
@@ -107,15 +98,9 @@ class Contexts(nn.Module):
         return last(x.float()).double()
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Buffers that forward changes, in two parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(part for layer in _layers() for part in (layer, nn.BatchNorm1d(WIDTH).double())))
-
-    def forward(self, x):
-        return self.layers(x)
+    return nn.Sequential(*(part for layer in _layers() for part in (layer, nn.BatchNorm1d(WIDTH).double())))
 
 
 class Buffered(Matrices):
@@ -140,13 +125,13 @@ class Twice(Matrices):
 # Each with the caps to try, and an input.
 PAIRS = {
     "stack": (stack_of, [MATRIX, MATRIX + 1, 3 * MATRIX, 100 * MATRIX], rows()),
-    "biased": (Biased, [4400, 20400, 20401, 2**20], torch.ones(3, 10, dtype=torch.float64)),
+    "biased": (biased, [4400, 20400, 20401, 2**20], torch.ones(3, 10, dtype=torch.float64)),
     "functional": (Functional, [1, MATRIX, 2 * MATRIX], rows()),
     "nested": (Nested, [1, MATRIX, 3 * MATRIX], rows()),
     "checkpoint": (lambda: Checkpointed(wrapped=False), [MATRIX, 2 * MATRIX], rows()),
     "checkpoint_wrapper": (lambda: Checkpointed(wrapped=True), [MATRIX, 2 * MATRIX], rows()),
     "contexts": (Contexts, [MATRIX // 2], rows()),
-    "norms": (Normed, [MATRIX, 2 * MATRIX], rows()),
+    "norms": (normed, [MATRIX, 2 * MATRIX], rows()),
     "buffers": (Buffered, [MATRIX, 2 * MATRIX], rows()),
 }
 
@@ -355,25 +340,6 @@ def test_a_graph_that_dynamo_has_not_captured(rank, size):
 # -- attention -------------------------------------------------------------------------------------------
 
 
-def _alibi(score, b, h, q, k):
-    return score + (q - k) * (h + 1) * 0.1
-
-
-class Attentive(nn.Module):
-    def __init__(self, attention=flex_attention) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.inputs, self.middle, self.outputs = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.attention = attention
-
-    def attend(self, x):
-        q, k, v = (part.view(2, 16, 1, 16).transpose(1, 2) for part in self.inputs(x).chunk(3, dim=-1))
-        return self.attention(q, k, v, score_mod=_alibi).transpose(1, 2).reshape(2, 16, 16)
-
-    def forward(self, x):
-        return self.outputs(self.middle(self.attend(x)))
-
-
 class AttentiveTwice(nn.Module):
     """One such model in another, in a checkpoint."""
 
@@ -404,7 +370,3 @@ def test_flex_attention_in_a_part_by_itself_and_nested(rank, size):
                 assert len(recorder.graphs) == parts, [str(cut) for cut in optimizer.cuts]
                 inside = [name for gm in recorder.graphs for name, _ in gm.named_modules() if "score_mod" in name]
                 assert len(inside) == (1 if kind is Attentive else 2)
-
-
-def test_the_name_is_public():
-    assert paceline.compiler.DDPOptimizer is DDPOptimizer

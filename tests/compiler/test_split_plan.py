@@ -18,7 +18,7 @@ from tests.compiler._compare import batch, compare, in_sync, plain_step, same_gr
 from tests.compiler._split import Recorder
 from tests.compiler.test_entries import Broken
 from tests.compiler.test_in_graph import Checkpointed, Normed, Tied
-from tests.compiler.test_models import WARNINGS, Selective, _bert
+from tests.compiler.test_models import WARNINGS, Selective, compare_bert
 from tests.on_ranks import on_ranks
 
 # A layer of `stack()` is 576 bytes, with its bias: one bucket each.
@@ -38,28 +38,31 @@ def _parameters_of(recorder, params):
     ]
 
 
-def _gradients(rank, size, backend, kind):
+def _gradients(rank, backend, kind):
     recorder = Recorder(backend)
     seen = compare(rank, kind, compile=split(recorder), bucket_cap_mb=LAYER / 2**20)
     # Gradients come to the reducer through autograd; none was reported by a graph.
     assert seen.taps == 0
     assert max(seen.early) == 0
+    assert seen.rounds[-1] == seen.buckets
     return len(recorder.graphs), seen
 
 
 @pytest.mark.parametrize("kind", [stack, Normed, Tied, Broken, Checkpointed, Selective])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_gradients_are_those_of_eager_training(ranks, backend, kind):
-    for parts, seen in ranks(_gradients, backend, kind):
-        assert seen.rounds[-1] == seen.buckets
-        # As many as there are buckets, or twice if the plan was made anew. A checkpoint of two layers is not cut.
-        assert parts >= (2 if kind is Selective else seen.buckets) > 1
+@on_ranks()
+def test_gradients_are_those_of_eager_training(rank, size, backend, kind):
+    parts, seen = _gradients(rank, backend, kind)
+    # As many as there are buckets, or twice if the plan was made anew. A checkpoint of two layers is not cut.
+    assert parts >= (2 if kind is Selective else seen.buckets) > 1
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-def test_gradients_in_inductor(ranks):
-    for parts, seen in ranks(_gradients, "inductor", stack, timeout=500):
-        assert parts == seen.buckets == 4
+@on_ranks(timeout=500)
+def test_gradients_in_inductor(rank, size):
+    parts, seen = _gradients(rank, "inductor", stack)
+    assert parts == seen.buckets == 4
 
 
 @on_ranks()
@@ -77,10 +80,8 @@ def test_ranks_agree_on_graphs_that_are_cut(rank, size):
         return compiled[0]
 
     seen = compare(rank, stack, compile=compile_, step=step, bucket_cap_mb=LAYER / 2**20)
-    found = compiled[0].forward._agreement.compilations
-    parts, seen, differences = len(recorder.graphs), seen, [compilation.difference for compilation in found]
-    assert differences == [""]
-    assert parts == seen.rounds[-1] == seen.buckets == 4
+    assert [compilation.difference for compilation in compiled[0].forward._agreement.compilations] == [""]
+    assert len(recorder.graphs) == seen.rounds[-1] == seen.buckets == 4
 
 
 @pytest.mark.full
@@ -93,9 +94,8 @@ def test_ranks_agree_on_graphs_that_are_cut(rank, size):
 @on_ranks(allow_warnings=WARNINGS, timeout=560)
 def test_bert_in_parts(rank, size, backend, options):
     recorder = Recorder(backend)
-    seen = _bert(rank, size, None, options, compile_=split(recorder))
-    parts, seen = len(recorder.graphs), seen
-    assert parts > 2
+    seen = compare_bert(rank, split(recorder), options)
+    assert len(recorder.graphs) > 2
     assert seen.rounds[-1] == seen.buckets > 2
 
 
@@ -124,45 +124,40 @@ class EightLayers(nn.Module):
         return x
 
 
-def _agree(rank, size, options):
+# The parameters in each part, whenever the graph was compiled.
+PARTS = {
+    # Made anew in the order of gradients after the first step; the graph follows.
+    "bucket_cap_mb=3": ({"bucket_cap_mb": 3}, [[[0, 1, 2], [3, 4, 5], [6, 7]], [[0, 1], [2, 3, 4], [5, 6, 7]]]),
+    # Filled from the end from the start, so the order that is learnt changes nothing.
+    "bucket_cap_mb_list": ({"bucket_cap_mb_list": [1, 2, 5]}, [[[0, 1, 2, 3, 4], [5, 6], [7]]]),
+    "bucket_cap_mb=0.5": ({"bucket_cap_mb": 0.5}, [[[n] for n in range(8)]]),
+}
+
+
+@pytest.mark.parametrize("options", PARTS)
+@on_ranks()
+def test_parts_are_the_buckets_of_the_plan(rank, size, options):
     torch._dynamo.reset()
+    options, expected = PARTS[options]
     ddp = DDP(EightLayers(), **options)
     params = list(ddp.parameters())
     recorder = Recorder("eager")
     compiled = paceline.compile(ddp, inner=recorder, split=True, fullgraph=True)
-    x = torch.ones(2, 512)
     found = []
-    for _ in range(5):
+    for _ in range(4):
         recorder.examples.clear()
-        recorder.graphs.clear()
         planned = [sorted(bucket.params) for bucket in reversed(ddp.plan.buckets)]
-        compiled(x).sum().backward()
-        if recorder.graphs:
+        compiled(torch.ones(2, 512)).sum().backward()
+        if recorder.examples:
             # It was compiled in this step, for the plan of this step.
             assert _parameters_of(recorder, params) == planned
             found.append(planned)
-    planned = [sorted(bucket.params) for bucket in reversed(ddp.plan.buckets)]
-    assert found[-1] == planned
+    assert found == expected
     record = records_of(ddp._reducer)[-1]
-    assert len(record.cuts) == len(planned) - 1
+    assert len(record.cuts) == len(ddp.plan.buckets) - 1
     # By their names in the module, those that leave first at the end.
     last = ", ".join(ddp.plan.names(ddp.plan.buckets[0].params)[:3])
     assert last in record.cuts[-1]
-    return found
-
-
-@pytest.mark.parametrize(
-    "options", [{"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 2, 5]}, {"bucket_cap_mb": 0.5}], ids=str
-)
-def test_parts_are_the_buckets_of_the_plan(ranks, options):
-    first, second = ranks(_agree, options)
-    assert first == second
-    if "bucket_cap_mb_list" in options:
-        # Filled from the end from the start, so the order that is learnt changes nothing.
-        assert first == [[[0, 1, 2, 3, 4], [5, 6], [7]]]
-    if options == {"bucket_cap_mb": 3}:
-        # Made anew in the order of gradients after the first step; the graph follows.
-        assert first == [[[0, 1, 2], [3, 4, 5], [6, 7]], [[0, 1], [2, 3, 4], [5, 6, 7]]]
 
 
 @on_ranks()
@@ -182,11 +177,9 @@ def test_a_graph_is_compiled_anew_when_the_plan_has_learnt_the_order(rank, size)
 
     recorder = Recorder("aot_eager")
     seen = compare(rank, Shuffled, compile=split(recorder), steps=6, bucket_cap_mb=LAYER / 2**20)
-    graphs, parts, buckets = seen.graphs, len(recorder.graphs), seen.buckets
-    assert graphs == 2
+    assert seen.graphs == 2
     # At first some bucket is complete only after one that comes later in the plan; then each has its own part.
-    assert buckets == 4
-    assert parts > buckets
+    assert len(recorder.graphs) > seen.buckets == 4
 
 
 @on_ranks()
@@ -202,9 +195,10 @@ def test_ways_to_compile(rank, size):
     for n in range(3):
         for ddp in (eager, inside, wrapper):
             ddp.zero_grad()
+            loss = step if ddp is wrapper else lambda x, ddp=ddp: ddp(x).square().sum()
             with ddp.no_sync():
-                plain_step(ddp, rank, 2 * n) if ddp is not wrapper else step(batch(rank, 2 * n)).backward()
-            plain_step(ddp, rank, 2 * n + 1) if ddp is not wrapper else step(batch(rank, 2 * n + 1)).backward()
+                loss(batch(rank, 2 * n)).backward()
+            loss(batch(rank, 2 * n + 1)).backward()
         same_grads(eager, inside)
         same_grads(eager, wrapper)
     in_sync(inside)
@@ -222,7 +216,8 @@ def test_ways_to_compile(rank, size):
     dist.barrier()
 
 
-def _two_wrappers(rank, size):
+@on_ranks()
+def test_two_wrappers_in_one_graph(rank, size):
     """Two wrappers in one graph: it is cut for both."""
     torch._dynamo.reset()
     models = [[DDP(stack(2), bucket_cap_mb=LAYER / 2**20) for _ in range(2)] for _ in range(2)]
@@ -240,11 +235,7 @@ def _two_wrappers(rank, size):
         for eager, ours in zip(*models, strict=True):
             same_grads(eager, ours)
         assert DDP._get_active_ddp_module() is None
-    return len(recorder.graphs)
-
-
-def test_two_wrappers_in_one_graph(ranks):
-    assert ranks(_two_wrappers) == [4, 4]
+    assert len(recorder.graphs) == 4
 
 
 @on_ranks()

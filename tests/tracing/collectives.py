@@ -8,6 +8,23 @@ import torch.distributed as dist
 from tests.tracing.row import Rows
 
 row = Rows(4, inductor=True)
+asynchronous = Rows(4)
+
+
+def both(name, asynchronous_name, answer=None, **more):
+    """Two rows for a function of ``later``: one that blocks, and one with ``async_op=True``."""
+
+    def add(function):
+        row.add(name, answer, function, given={"later": False}, **more)
+        more.pop("inductor", None)
+        asynchronous.add(asynchronous_name, answer, function, given={"later": True}, **more)
+
+    return add
+
+
+def finish(work):
+    if work is not None:
+        work.wait()
 
 
 # --- all_reduce: every op -----------------------------------------------------------------------------------
@@ -19,56 +36,27 @@ def all_reduce(x):
     return x + 1, x.clone()
 
 
-@row("dist.all_reduce(op=SUM)", lambda at: sum(at.all_x()), inductor=False)
-def all_reduce_sum(x):
-    y = x * 1
-    dist.all_reduce(y, op=dist.ReduceOp.SUM)
+ALL_REDUCED = {
+    "SUM": lambda at: sum(at.all_x()),
+    "AVG": lambda at: sum(at.all_x()) / at.size,
+    "PRODUCT": lambda at: torch.stack(at.all_x()).prod(0),
+    "MIN": lambda at: at.x(0),
+    "MAX": lambda at: at.x(at.size - 1),
+    "BAND": lambda at: at.x(0).int() & at.x(1).int(),
+    "BOR": lambda at: at.x(0).int() | at.x(1).int(),
+    "BXOR": lambda at: at.x(0).int() ^ at.x(1).int(),
+}
+
+
+def all_reduce_op(x, op):
+    y = x.int() if op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR) else x * 1
+    dist.all_reduce(y, op=op)
     return x + 1, y
 
 
-@row("dist.all_reduce(op=AVG)", lambda at: sum(at.all_x()) / at.size, inductor=False)
-def all_reduce_avg(x):
-    dist.all_reduce(x, op=dist.ReduceOp.AVG)
-    return x + 1, x.clone()
-
-
-@row("dist.all_reduce(op=PRODUCT)", lambda at: torch.stack(at.all_x()).prod(0), inductor=False)
-def all_reduce_product(x):
-    dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
-    return x + 1, x.clone()
-
-
-@row("dist.all_reduce(op=MIN)", lambda at: at.x(0), inductor=False)
-def all_reduce_min(x):
-    dist.all_reduce(x, op=dist.ReduceOp.MIN)
-    return x + 1, x.clone()
-
-
-@row("dist.all_reduce(op=MAX)", lambda at: at.x(at.size - 1), inductor=False)
-def all_reduce_max(x):
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x + 1, x.clone()
-
-
-@row("dist.all_reduce(op=BAND)", lambda at: at.x(0).int() & at.x(1).int(), inductor=False)
-def all_reduce_band(x):
-    y = x.int()
-    dist.all_reduce(y, op=dist.ReduceOp.BAND)
-    return x + 1, y
-
-
-@row("dist.all_reduce(op=BOR)", lambda at: at.x(0).int() | at.x(1).int(), inductor=False)
-def all_reduce_bor(x):
-    y = x.int()
-    dist.all_reduce(y, op=dist.ReduceOp.BOR)
-    return x + 1, y
-
-
-@row("dist.all_reduce(op=BXOR)", lambda at: at.x(0).int() ^ at.x(1).int(), inductor=False)
-def all_reduce_bxor(x):
-    y = x.int()
-    dist.all_reduce(y, op=dist.ReduceOp.BXOR)
-    return x + 1, y
+for _name, _answer in ALL_REDUCED.items():
+    _given = {"op": getattr(dist.ReduceOp, _name)}
+    row.add(f"dist.all_reduce(op={_name})", _answer, all_reduce_op, inductor=False, given=_given)
 
 
 @row("dist.all_reduce with an op from outside", lambda at: at.x(at.size - 1), inductor=False)
@@ -148,10 +136,10 @@ def broadcast_parameter(rank):
 # --- all_gather, reduce_scatter, all_to_all -----------------------------------------------------------------
 
 
-@row("dist.all_gather(list, x)", lambda at: at.all_x())
-def all_gather(x, size):
+@both("dist.all_gather(list, x)", "dist.all_gather(async_op=True)", lambda at: at.all_x())
+def all_gather(x, size, later):
     out = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(out, x)
+    finish(dist.all_gather(out, x, async_op=later))
     return x + 1, out
 
 
@@ -169,10 +157,15 @@ def all_gather_parts(x, size):
     return x + 1, out
 
 
-@row("dist.all_gather_into_tensor(out, x)", lambda at: torch.cat(at.all_x()), inductor=False)
-def all_gather_into_tensor(x, group):
+@both(
+    "dist.all_gather_into_tensor(out, x)",
+    "dist.all_gather_into_tensor(async_op=True)",
+    lambda at: torch.cat(at.all_x()),
+    inductor=False,
+)
+def all_gather_into_tensor(x, group, later):
     out = x.new_empty(group.size() * x.shape[0])
-    dist.all_gather_into_tensor(out, x, group=group)
+    finish(dist.all_gather_into_tensor(out, x, group=group, async_op=later))
     return x + 1, out
 
 
@@ -190,18 +183,26 @@ def all_gather_single(x, size):
     return x + 1, out
 
 
-@row("dist.reduce_scatter(out, list)", lambda at: sum(at.all_x()).chunk(at.size)[at.rank])
-def reduce_scatter(x, size):
+@both(
+    "dist.reduce_scatter(out, list)",
+    "dist.reduce_scatter(async_op=True)",
+    lambda at: sum(at.all_x()).chunk(at.size)[at.rank],
+)
+def reduce_scatter(x, size, later):
     parts = list(x.clone().chunk(size))
     out = torch.empty_like(parts[0])
-    dist.reduce_scatter(out, parts)
+    finish(dist.reduce_scatter(out, parts, async_op=later))
     return x + 1, out
 
 
-@row("dist.reduce_scatter_tensor(out, x)", lambda at: sum(at.all_x()).chunk(at.size)[at.rank], inductor=False)
-def reduce_scatter_tensor(x, size):
+@both(
+    "dist.reduce_scatter_tensor(out, x)",
+    "dist.reduce_scatter_tensor(async_op=True)",
+    lambda at: sum(at.all_x()).chunk(at.size)[at.rank],
+)
+def reduce_scatter_tensor(x, size, later):
     out = x.new_empty(x.shape[0] // size)
-    dist.reduce_scatter_tensor(out, x)
+    finish(dist.reduce_scatter_tensor(out, x, async_op=later))
     return x + 1, out
 
 
@@ -219,18 +220,26 @@ def reduce_scatter_single(x, size):
     return x + 1, out
 
 
-@row("dist.all_to_all(list, list)", lambda at: [x.chunk(at.size)[at.rank] for x in at.all_x()])
-def all_to_all(x, size):
+@both(
+    "dist.all_to_all(list, list)",
+    "dist.all_to_all(async_op=True)",
+    lambda at: [x.chunk(at.size)[at.rank] for x in at.all_x()],
+)
+def all_to_all(x, size, later):
     parts = list(x.clone().chunk(size))
     out = [torch.empty_like(part) for part in parts]
-    dist.all_to_all(out, parts)
+    finish(dist.all_to_all(out, parts, async_op=later))
     return x + 1, out
 
 
-@row("dist.all_to_all_single(out, x)", lambda at: torch.cat([x.chunk(at.size)[at.rank] for x in at.all_x()]))
-def all_to_all_single(x):
+@both(
+    "dist.all_to_all_single(out, x)",
+    "dist.all_to_all_single(async_op=True)",
+    lambda at: torch.cat([x.chunk(at.size)[at.rank] for x in at.all_x()]),
+)
+def all_to_all_single(x, later):
     out = torch.empty_like(x)
-    dist.all_to_all_single(out, x)
+    finish(dist.all_to_all_single(out, x, async_op=later))
     return x + 1, out
 
 
@@ -250,9 +259,9 @@ def all_to_all_single_splits(x):
 # --- rooted -------------------------------------------------------------------------------------------------
 
 
-@row("dist.broadcast(x, src)", lambda at: at.x(0))
-def broadcast(x):
-    dist.broadcast(x, 0)
+@both("dist.broadcast(x, src)", "dist.broadcast(async_op=True)", lambda at: at.x(0))
+def broadcast(x, later):
+    finish(dist.broadcast(x, 0, async_op=later))
     return x + 1, x.clone()
 
 
@@ -262,9 +271,14 @@ def broadcast_group_src(x, reverse):
     return x + 1, x.clone()
 
 
-@row("dist.reduce(x, dst)", lambda at: sum(at.all_x()) if at.rank == 0 else None, deterministic_input=False)
-def reduce(x):
-    dist.reduce(x, dst=0)
+@both(
+    "dist.reduce(x, dst)",
+    "dist.reduce(async_op=True)",
+    lambda at: sum(at.all_x()) if at.rank == 0 else None,
+    deterministic_input=False,
+)
+def reduce(x, later):
+    finish(dist.reduce(x, dst=0, async_op=later))
     return (x.shape, x.clone()) if dist.get_rank() == 0 else (x.shape, None)
 
 
@@ -274,25 +288,25 @@ def reduce_max(x):
     return (x.shape, x.clone()) if dist.get_rank() == 1 else (x.shape, None)
 
 
-@row("dist.gather(x, list, dst)", lambda at: at.all_x() if at.rank == 0 else None)
-def gather(x, size):
+@both("dist.gather(x, list, dst)", "dist.gather(async_op=True)", lambda at: at.all_x() if at.rank == 0 else None)
+def gather(x, size, later):
     out = [torch.empty_like(x) for _ in range(size)] if dist.get_rank() == 0 else None
-    dist.gather(x, out, dst=0)
+    finish(dist.gather(x, out, dst=0, async_op=later))
     return x + 1, out
 
 
-@row("dist.scatter(out, list, src)", lambda at: at.x(0) * (at.rank + 1))
-def scatter(x, size):
+@both("dist.scatter(out, list, src)", "dist.scatter(async_op=True)", lambda at: at.x(0) * (at.rank + 1))
+def scatter(x, size, later):
     out = torch.empty_like(x)
     parts = [x * (r + 1) for r in range(size)] if dist.get_rank() == 0 else None
-    dist.scatter(out, parts, src=0)
+    finish(dist.scatter(out, parts, src=0, async_op=later))
     return x + 1, out
 
 
-@row("dist.barrier()")
-def barrier(x):
+@both("dist.barrier()", "dist.barrier(async_op=True)")
+def barrier(x, later):
     y = x * 2
-    dist.barrier()
+    finish(dist.barrier(async_op=later))
     return y + 1
 
 

@@ -7,8 +7,18 @@ from tests.tracing.row import Expression
 
 EXPRESSIONS: tuple[Expression, ...] = tuple(
     expression
-    for module in (groups, meshes, placements, collectives, asynchronous, peers, autograd, hooks)
-    for expression in module.row.rows
+    for rows in (
+        groups.row,
+        meshes.row,
+        placements.row,
+        collectives.row,
+        asynchronous.row,
+        collectives.asynchronous,
+        peers.row,
+        autograd.row,
+        hooks.row,
+    )
+    for expression in rows.rows
 )
 
 BY_ID = {expression.id: expression for expression in EXPRESSIONS}

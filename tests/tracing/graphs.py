@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.tracing.expressions import EXPRESSIONS
-from tests.tracing.row import Expression, Place, difference
+from tests.tracing.row import Expression, Place, difference, join_fake_group
 from tests.tracing.runner import ALLOWED_WARNINGS
 
 FAKE_RANKS = 8
@@ -44,14 +44,20 @@ def drawing(graph: torch.fx.Graph) -> str:
     return "\n".join(lines)
 
 
-def graphs_of(expression: Expression, place: Place) -> dict[str, Any]:
-    """``{"graphs": [drawing, ...], "wrong": what differs from eager or None}``, or ``{"error": what was raised}``."""
+def recorder() -> tuple[list[str], Callable[..., Any]]:
+    """A backend that runs graphs as they are, and the list in which it draws each."""
     graphs: list[str] = []
 
     def record(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
         graphs.append(drawing(module.graph))
         return module.forward
 
+    return graphs, record
+
+
+def graphs_of(expression: Expression, place: Place) -> dict[str, Any]:
+    """``{"graphs": [drawing, ...], "wrong": what differs from eager or None}``, or ``{"error": what was raised}``."""
+    graphs, record = recorder()
     want = expression.run(place, lambda function: function)
     torch._dynamo.reset()
     try:
@@ -63,9 +69,7 @@ def graphs_of(expression: Expression, place: Place) -> dict[str, Any]:
 
 def on_fake_group() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every expression that a fake group can run, as rank 1 of many."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=FAKE_RANKS)
+    join_fake_group(1, FAKE_RANKS)
     place = Place(1, FAKE_RANKS)
     for expression in EXPRESSIONS:
         if expression.fake:
@@ -78,12 +82,7 @@ NOTHING = "a program that uses nothing of it"
 
 def nothing_distributed() -> dict[str, Any]:
     """Every graph of a program of modules, shapes, modes, breaks and forward hooks, each time it compiled one."""
-    graphs: list[str] = []
-
-    def record(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        graphs.append(drawing(module.graph))
-        return module.forward
-
+    graphs, record = recorder()
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.5)), nn.ReLU())
     compiled = torch.compile(model, backend=record)

@@ -13,47 +13,29 @@ row = Rows(1)
 
 
 row.add("group.rank()", lambda at: at.rank, lambda x, group: (x + group.rank(), group.rank()))
-
-
-@row("group.rank() of a reversed group", lambda at: at.size - 1 - at.rank)
-def reverse_rank(x, reverse):
-    return x + reverse.rank(), reverse.rank()
-
-
+row.add("group.rank() of a reversed group", lambda at: at.size - 1 - at.rank, lambda reverse: reverse.rank())
 row.add("group.size()", lambda at: at.size, lambda x, group: (x * group.size(), group.size()), inductor=True)
-row.add("group.size() of a subgroup", lambda at: 1, lambda x, solo: (x * solo.size(), solo.size()))
-row.add("group.name()", lambda at: at.group.name(), lambda x, group: (x + 1, group.name()))
-row.add("group.group_name", lambda at: at.other.group_name, lambda x, other: (x + 1, other.group_name))
-row.add("group.group_desc", lambda at: "the other group", lambda x, other: (x + 1, other.group_desc))
-row.add("group.bound_device_id", lambda at: None, lambda x, group: (x + 1, group.bound_device_id))
+row.add("group.size() of a subgroup", lambda at: 1, lambda solo: solo.size())
+row.add("group.name()", lambda at: at.group.name(), lambda group: group.name())
+row.add("group.group_name", lambda at: at.other.group_name, lambda other: other.group_name)
+row.add("group.group_desc", lambda at: "the other group", lambda other: other.group_desc)
+row.add("group.bound_device_id", lambda at: None, lambda group: group.bound_device_id)
 row.add("dist.get_rank()", lambda at: at.rank, lambda x: (x + dist.get_rank(), dist.get_rank()), inductor=True)
-
-
-@row("dist.get_rank(group)", lambda at: at.size - 1 - at.rank)
-def get_rank_of(x, reverse):
-    return x + dist.get_rank(reverse), dist.get_rank(group=reverse)
-
-
-row.add("dist.get_rank(subgroup)", lambda at: 0, lambda x, solo: (x + 1, dist.get_rank(solo)))
+row.add("dist.get_rank(group)", lambda at: at.size - 1 - at.rank, lambda reverse: dist.get_rank(group=reverse))
+row.add("dist.get_rank(subgroup)", lambda at: 0, lambda solo: dist.get_rank(solo))
 row.add("dist.get_world_size()", lambda at: at.size, lambda x: (x / dist.get_world_size(), dist.get_world_size()))
-
-
-@row("dist.get_world_size(group)", lambda at: 1)
-def get_world_size_of(x, solo):
-    return x / dist.get_world_size(solo), dist.get_world_size(group=solo)
+row.add("dist.get_world_size(group)", lambda at: 1, lambda solo: dist.get_world_size(group=solo))
 
 
 @row("dist.get_process_group_ranks(group)", lambda at: list(reversed(range(at.size))))
-def get_ranks(x, reverse):
-    return x + 1, dist.get_process_group_ranks(reverse)
+def get_ranks(reverse):
+    return dist.get_process_group_ranks(reverse)
 
 
-@row("dist.get_process_group_ranks(None)", lambda at: list(range(at.size)))
-def get_ranks_of_none(x):
-    return x + 1, dist.get_process_group_ranks(None)
-
-
-row.add("dist.get_backend()", lambda at: dist.get_backend(), lambda x: (x + 1, dist.get_backend()))
+row.add(
+    "dist.get_process_group_ranks(None)", lambda at: list(range(at.size)), lambda: dist.get_process_group_ranks(None)
+)
+row.add("dist.get_backend()", lambda at: dist.get_backend(), lambda: dist.get_backend())
 
 
 @row("dist.get_backend(group)", lambda at: dist.get_backend())
@@ -63,30 +45,20 @@ def get_backend_of(x, other):
     return x + 1, dist.get_backend(other)
 
 
-row.add("dist.get_backend_config()", lambda at: dist.get_backend_config(), lambda x: (x + 1, dist.get_backend_config()))
+row.add("dist.get_backend_config()", lambda at: dist.get_backend_config(), lambda: dist.get_backend_config())
 
 
 @row("dist.get_global_rank(group, r)", lambda at: [at.size - 1, 0])
-def get_global_rank(x, reverse):
-    return x + 1, [dist.get_global_rank(reverse, 0), dist.get_global_rank(reverse, reverse.size() - 1)]
+def get_global_rank(reverse):
+    return [dist.get_global_rank(reverse, 0), dist.get_global_rank(reverse, reverse.size() - 1)]
 
 
-@row("dist.get_group_rank(group, r)", lambda at: at.size - 1)
-def get_group_rank(x, reverse):
-    return x + 1, dist.get_group_rank(reverse, 0)
-
-
-row.add("dist.get_pg_count()", lambda at: dist.get_pg_count(), lambda x: (x + 1, dist.get_pg_count()))
-
-
-@row("dist.get_default_backend_for_device('cpu')", lambda at: "gloo")
-def get_default_backend(x):
-    return x + 1, dist.get_default_backend_for_device("cpu")
-
-
-@row("dist.get_node_local_rank(fallback_rank=r)", lambda at: 3)
-def get_node_local_rank(x):
-    return x + 1, dist.get_node_local_rank(fallback_rank=3)
+row.add("dist.get_group_rank(group, r)", lambda at: at.size - 1, lambda reverse: dist.get_group_rank(reverse, 0))
+row.add("dist.get_pg_count()", lambda at: dist.get_pg_count(), lambda: dist.get_pg_count())
+row.add(
+    "dist.get_default_backend_for_device('cpu')", lambda at: "gloo", lambda: dist.get_default_backend_for_device("cpu")
+)
+row.add("dist.get_node_local_rank(fallback_rank=r)", lambda at: 3, lambda: dist.get_node_local_rank(fallback_rank=3))
 
 
 @row("dist.GroupMember.WORLD", lambda at: at.group)
@@ -102,13 +74,15 @@ def non_group_member(x, first):
 
 
 @row("group is dist.GroupMember.NON_GROUP_MEMBER", lambda at: [at.rank != 0, False])
-def is_non_group_member(x, first, group):
-    return x + 1, [first is dist.GroupMember.NON_GROUP_MEMBER, group is dist.GroupMember.NON_GROUP_MEMBER]
+def is_non_group_member(first, group):
+    return [first is dist.GroupMember.NON_GROUP_MEMBER, group is dist.GroupMember.NON_GROUP_MEMBER]
 
 
-@row("dist.get_rank(a group this rank is not in)", lambda at: 0 if at.rank == 0 else -1)
-def get_rank_outside(x, first):
-    return x + 1, dist.get_rank(first)
+row.add(
+    "dist.get_rank(a group this rank is not in)",
+    lambda at: 0 if at.rank == 0 else -1,
+    lambda first: dist.get_rank(first),
+)
 
 
 @row("dist.group.WORLD", lambda at: at.group, inductor=True)
@@ -124,24 +98,24 @@ def group_world_as_argument(x):
 
 
 @row("group == group", lambda at: [True, False, False, True])
-def equality(x, group, other):
-    return x + 1, [group == dist.group.WORLD, group == other, group != group, group != other]
+def equality(group, other):
+    return [group == dist.group.WORLD, group == other, group != group, group != other]
 
 
 @row("group is group", lambda at: [True, False, True])
-def identity(x, group, other):
-    return x + 1, [group is dist.group.WORLD, group is other, group is not other]
+def identity(group, other):
+    return [group is dist.group.WORLD, group is other, group is not other]
 
 
-row.add("group is None", lambda at: [False, True], lambda x, group: (x + 1, [group is None, group is not None]))
+row.add("group is None", lambda at: [False, True], lambda group: [group is None, group is not None])
 
 
 @row("group or dist.group.WORLD", lambda at: at.size)
-def default_of_an_argument(x, group):
-    def helper(x, group=None):
-        return x + 1, (group or dist.group.WORLD).size()
+def default_of_an_argument():
+    def helper(group=None):
+        return (group or dist.group.WORLD).size()
 
-    return helper(x)
+    return helper()
 
 
 @row("{group: ...}[group]", lambda at: [1, 2, True, False])
@@ -150,19 +124,17 @@ def dictionary_key(x, group, other, reverse):
     return x + table[group], [table[group], table[other], other in table, reverse in table]
 
 
-@row("a dictionary of groups from outside", lambda at: 2)
-def dictionary_from_outside(x, table_of_groups, other):
-    return x + table_of_groups[other], table_of_groups[other]
+row.add("a dictionary of groups from outside", lambda at: 2, lambda table_of_groups, other: table_of_groups[other])
 
 
 @row("group in [groups]", lambda at: [True, False])
-def membership_in_list(x, group, other, reverse):
-    return x + 1, [group in [group, other], reverse in (group, other)]
+def membership_in_list(group, other, reverse):
+    return [group in [group, other], reverse in (group, other)]
 
 
 @row("hash(group)", lambda at: [True, False])
-def hash_of_group(x, group, other):
-    return x + 1, [hash(group) == hash(dist.group.WORLD), hash(group) == hash(other)]
+def hash_of_group(group, other):
+    return [hash(group) == hash(dist.group.WORLD), hash(group) == hash(other)]
 
 
 @row("isinstance(group, dist.ProcessGroup)", lambda at: [True, False])
@@ -170,17 +142,15 @@ def is_instance(x, group):
     return x + 1, [isinstance(group, dist.ProcessGroup), isinstance(x, dist.ProcessGroup)]
 
 
-@row("for group in groups", lambda at: [at.size, at.size, 1])
-def loop_over_groups(x, groups):
-    return x + 1, [group.size() for group in groups]
+row.add("for group in groups", lambda at: [at.size, at.size, 1], lambda groups: [group.size() for group in groups])
 
 
 @row("group as a keyword argument", lambda at: [0, at.size])
-def keyword_argument(x, solo, group):
-    def helper(x, *, group):
+def keyword_argument(solo, group):
+    def helper(*, group):
         return group.rank() if group.size() == 1 else group.size()
 
-    return x + 1, [helper(x, group=solo), helper(x, group=group)]
+    return [helper(group=solo), helper(group=group)]
 
 
 class Holder(nn.Module):
@@ -199,11 +169,7 @@ class Holder(nn.Module):
 
 row.add("module.group", None, lambda group: (Holder(group), None), builds=True, grad=False)
 row.add("module.group of a subgroup", None, lambda solo: (Holder(solo), None), builds=True, grad=False)
-
-
-@row("a group returned from the graph", lambda at: [at.group, at.other])
-def group_returned(x, group, other):
-    return x + 1, [group, other]
+row.add("a group returned from the graph", lambda at: [at.group, at.other], lambda group, other: [group, other])
 
 
 @row("dist.is_available()", lambda at: True)
@@ -223,28 +189,24 @@ def backend_availability(x):
 
 
 @row("dist.is_backend_available('gloo')", lambda at: [True, False])
-def is_backend_available(x):
-    return x + 1, [dist.is_backend_available("gloo"), dist.is_backend_available("no such backend")]
+def is_backend_available():
+    return [dist.is_backend_available("gloo"), dist.is_backend_available("no such backend")]
 
 
-row.add("dist.is_torchelastic_launched()", lambda at: False, lambda x: (x + 1, dist.is_torchelastic_launched()))
-
-
-@row("c10d._get_default_group()", lambda at: at.group)
-def get_default_group(x):
-    return x + c10d._get_default_group().rank(), c10d._get_default_group()
+row.add("dist.is_torchelastic_launched()", lambda at: False, lambda: dist.is_torchelastic_launched())
+row.add("c10d._get_default_group()", lambda at: at.group, lambda: c10d._get_default_group())
 
 
 @row("c10d._resolve_process_group(name)", lambda at: at.other)
-def resolve_group(x, other):
-    return x + 1, c10d._resolve_process_group(other.group_name)
+def resolve_group(other):
+    return c10d._resolve_process_group(other.group_name)
 
 
 @row("c10d._rank_not_in_group(group)", lambda at: [at.rank != 0, False])
-def rank_not_in_group(x, first, group):
-    return x + 1, [c10d._rank_not_in_group(first), c10d._rank_not_in_group(group)]
+def rank_not_in_group(first, group):
+    return [c10d._rank_not_in_group(first), c10d._rank_not_in_group(group)]
 
 
 @row("dist.ReduceOp.SUM == dist.ReduceOp.SUM", lambda at: [True, False])
-def reduce_op_equality(x, max_op):
-    return x + 1, [max_op == dist.ReduceOp.MAX, max_op == dist.ReduceOp.SUM]
+def reduce_op_equality(max_op):
+    return [max_op == dist.ReduceOp.MAX, max_op == dist.ReduceOp.SUM]

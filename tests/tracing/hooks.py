@@ -91,6 +91,7 @@ def both_hooks(width):
     module = Chain(width)
     module.first.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] + 1,))
     module.first.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 3,))
+    module.first.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] - 2,), prepend=True)
     module.first.register_full_backward_hook(
         lambda module, grad_input, grad_output: (grad_input[0] + grad_output[0].sum(),)
     )
@@ -111,7 +112,7 @@ def hooks_on_the_root(width):
     return module, lambda: seen
 
 
-@row("a module hook that all-reduces the gradient")
+@row("a module hook that all-reduces the gradient", inductor=True)
 def hook_with_collective():
     module = nn.Sequential(Doubled(), Doubled())
 
@@ -242,7 +243,7 @@ def post_accumulate_hook_inside():
     return function, lambda: seen
 
 
-@row("a post-accumulate hook that all-reduces")
+@row("a post-accumulate hook that all-reduces", inductor=True)
 def post_accumulate_hook_with_collective(width):
     module = Chain(width)
     for param in module.parameters():

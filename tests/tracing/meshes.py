@@ -11,18 +11,10 @@ from tests.tracing.row import Rows
 row = Rows(2)
 
 
-row.add("mesh.ndim", lambda at: [1, 2], lambda x, mesh, grid: (x + grid.ndim, [mesh.ndim, grid.ndim]))
+row.add("mesh.ndim", lambda at: [1, 2], lambda mesh, grid: [mesh.ndim, grid.ndim])
 row.add("mesh.shape", lambda at: (at.size // 2, 2), lambda x, grid: (x + grid.shape[1], grid.shape), inductor=True)
-
-
-@row("mesh.size()", lambda at: [at.size, at.size])
-def size(x, mesh, grid):
-    return x / mesh.size(), [mesh.size(), grid.size()]
-
-
-@row("mesh.size(dim)", lambda at: [at.size // 2, 2])
-def size_of_dimension(x, grid):
-    return x / grid.size(1), [grid.size(0), grid.size(mesh_dim=1)]
+row.add("mesh.size()", lambda at: [at.size, at.size], lambda mesh, grid: [mesh.size(), grid.size()])
+row.add("mesh.size(dim)", lambda at: [at.size // 2, 2], lambda grid: [grid.size(0), grid.size(mesh_dim=1)])
 
 
 @row("mesh.device_type", lambda at: "cpu")
@@ -35,7 +27,7 @@ def names(x, grid):
     return (x + 1 if "tp" in grid.mesh_dim_names else x - 1), grid.mesh_dim_names
 
 
-row.add("mesh.mesh_dim_names of an unnamed mesh", lambda at: None, lambda x, unnamed: (x + 1, unnamed.mesh_dim_names))
+row.add("mesh.mesh_dim_names of an unnamed mesh", lambda at: None, lambda unnamed: unnamed.mesh_dim_names)
 
 
 @row("mesh.get_coordinate()", lambda at: [at.rank // 2, at.rank % 2], ranks=4)
@@ -44,17 +36,17 @@ def coordinate(x, grid):
 
 
 @row("mesh.get_local_rank(dim)", lambda at: [at.rank // 2, at.rank % 2], ranks=4)
-def local_rank(x, grid):
-    return x + 1, [grid.get_local_rank(0), grid.get_local_rank(mesh_dim=1)]
+def local_rank(grid):
+    return [grid.get_local_rank(0), grid.get_local_rank(mesh_dim=1)]
 
 
 @row("mesh.get_local_rank(name)", lambda at: [at.rank // 2, at.rank % 2], ranks=4)
-def local_rank_by_name(x, grid):
-    return x + 1, [grid.get_local_rank("dp"), grid.get_local_rank("tp")]
+def local_rank_by_name(grid):
+    return [grid.get_local_rank("dp"), grid.get_local_rank("tp")]
 
 
-row.add("mesh.get_local_rank()", lambda at: at.rank, lambda x, mesh: (x + mesh.get_local_rank(), mesh.get_local_rank()))
-row.add("mesh.get_rank()", lambda at: at.rank, lambda x, grid: (x + grid.get_rank(), grid.get_rank()))
+row.add("mesh.get_local_rank()", lambda at: at.rank, lambda mesh: mesh.get_local_rank())
+row.add("mesh.get_rank()", lambda at: at.rank, lambda grid: grid.get_rank())
 
 
 @row("mesh['tp']", lambda at: [2, at.rank % 2, ("tp",)], ranks=4)
@@ -69,17 +61,13 @@ def slice_by_names(x, grid):
     return x + both.size(), [both.shape, both.mesh_dim_names]
 
 
-row.add("mesh['tp'] returned from the graph", lambda at: at.grid["tp"], lambda x, grid: (x + 1, grid["tp"]))
-
-
-@row("mesh.get_group()", lambda at: at.mesh.get_group())
-def group_of_mesh(x, mesh):
-    return x + mesh.get_group().size(), mesh.get_group()
+row.add("mesh['tp'] returned from the graph", lambda at: at.grid["tp"], lambda grid: grid["tp"])
+row.add("mesh.get_group()", lambda at: at.mesh.get_group(), lambda mesh: mesh.get_group())
 
 
 @row("mesh.get_group(dim)", lambda at: [at.size // 2, 2], ranks=4)
-def group_of_dimension(x, grid):
-    return x + 1, [grid.get_group(0).size(), grid.get_group(mesh_dim=1).size()]
+def group_of_dimension(grid):
+    return [grid.get_group(0).size(), grid.get_group(mesh_dim=1).size()]
 
 
 @row("mesh.get_group(name)", lambda at: [at.grid.get_group("dp"), at.grid.get_group("tp")], ranks=4)
@@ -87,9 +75,7 @@ def group_by_name(x, grid):
     return x + grid.get_group("tp").rank(), [grid.get_group("dp"), grid.get_group("tp")]
 
 
-@row("mesh['tp'].get_group()", lambda at: at.grid.get_group("tp"), ranks=4)
-def group_of_slice(x, grid):
-    return x + 1, grid["tp"].get_group()
+row.add("mesh['tp'].get_group()", lambda at: at.grid.get_group("tp"), lambda grid: grid["tp"].get_group(), ranks=4)
 
 
 @row("mesh.get_all_groups()", lambda at: [at.grid.get_group(0), at.grid.get_group(1)], ranks=4)
@@ -98,8 +84,8 @@ def all_groups(x, grid):
 
 
 @row("for group in mesh.get_all_groups()", lambda at: [at.size // 2, 2], ranks=4)
-def loop_over_groups(x, grid):
-    return x + 1, [group.size() for group in grid.get_all_groups()]
+def loop_over_groups(grid):
+    return [group.size() for group in grid.get_all_groups()]
 
 
 @row("mesh._flatten()", lambda at: [at.size, 1, at.rank], ranks=4)
@@ -109,40 +95,40 @@ def flatten(x, grid):
 
 
 @row("mesh._flatten(name)", lambda at: [at.size, ("all",)], ranks=4)
-def flatten_with_name(x, grid):
+def flatten_with_name(grid):
     flat = grid["dp", "tp"]._flatten("all")
-    return x + 1, [flat.size(), flat.mesh_dim_names]
+    return [flat.size(), flat.mesh_dim_names]
 
 
 @row("mesh == mesh", lambda at: [True, False, True])
-def equality(x, grid, grid_again, mesh):
-    return x + 1, [grid == grid_again, grid == mesh, grid != mesh]
+def equality(grid, grid_again, mesh):
+    return [grid == grid_again, grid == mesh, grid != mesh]
 
 
 @row("mesh is mesh", lambda at: [True, False])
-def identity(x, grid, grid_again):
+def identity(grid, grid_again):
     same = grid
-    return x + 1, [grid is same, grid is grid_again]
+    return [grid is same, grid is grid_again]
 
 
 @row("hash(mesh)", lambda at: [True, False])
-def hash_of_mesh(x, grid, grid_again, mesh):
-    return x + 1, [hash(grid) == hash(grid_again), hash(grid) == hash(mesh)]
+def hash_of_mesh(grid, grid_again, mesh):
+    return [hash(grid) == hash(grid_again), hash(grid) == hash(mesh)]
 
 
 @row("{mesh: ...}[mesh]", lambda at: [1, 2])
-def dictionary_key(x, grid, grid_again, mesh):
+def dictionary_key(grid, grid_again, mesh):
     table = {grid: 1, mesh: 2}
-    return x + table[grid], [table[grid_again], table[mesh]]
+    return [table[grid_again], table[mesh]]
 
 
 @row("mesh in [meshes]", lambda at: [True, False])
-def membership_in_list(x, grid, grid_again, mesh):
-    return x + 1, [grid in [grid_again], mesh in [grid, grid_again]]
+def membership_in_list(grid, grid_again, mesh):
+    return [grid in [grid_again], mesh in [grid, grid_again]]
 
 
 row.add("mesh.mesh", lambda at: list(range(at.size)), lambda x, mesh: (x + mesh.mesh.sum(), mesh.mesh.tolist()))
-row.add("mesh.mesh returned from the graph", lambda at: at.grid.mesh, lambda x, grid: (x + 1, grid.mesh), ranks=4)
+row.add("mesh.mesh returned from the graph", lambda at: at.grid.mesh, lambda grid: grid.mesh, ranks=4)
 
 
 @row("isinstance(mesh, DeviceMesh)", lambda at: [True, False])
@@ -151,14 +137,14 @@ def is_instance(x, mesh):
 
 
 @row("a mesh as a default, keyword and list argument", lambda at: [2, at.size])
-def as_arguments(x, grid, mesh):
+def as_arguments(grid, mesh):
     def helper(meshes, *, axis=None):
         return [meshes[0].size(axis), meshes[1].size()]
 
-    return x + 1, helper([grid, mesh], axis=1)
+    return helper([grid, mesh], axis=1)
 
 
-row.add("a mesh returned from the graph", lambda at: [at.mesh, at.grid], lambda x, mesh, grid: (x + 1, [mesh, grid]))
+row.add("a mesh returned from the graph", lambda at: [at.mesh, at.grid], lambda mesh, grid: [mesh, grid])
 
 
 @row("a collective over a dimension's group", ranks=4)
@@ -185,10 +171,10 @@ row.add("module.mesh", None, lambda grid: (Holder(grid), None), builds=True, ran
 
 
 @row("mesh.get_group(name).group_name", lambda at: at.grid.get_group("tp").group_name, ranks=4)
-def name_of_dimensions_group(x, grid):
-    return x + 1, grid.get_group("tp").group_name
+def name_of_dimensions_group(grid):
+    return grid.get_group("tp").group_name
 
 
 @row("dist.get_rank(mesh.get_group(name))", lambda at: at.rank % 2, ranks=4)
-def rank_in_dimension(x, grid):
-    return x + 1, dist.get_rank(grid.get_group("tp"))
+def rank_in_dimension(grid):
+    return dist.get_rank(grid.get_group("tp"))

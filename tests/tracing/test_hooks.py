@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from tests.on_ranks import on_ranks
 from tests.tracing.runner import ALLOWED_WARNINGS
 
 
@@ -28,12 +28,12 @@ def _compiled(module, backend):
     return torch.compile(module, fullgraph=True, backend=backend)
 
 
-def _train(module, call, *, steps=3, rank=0):
+def _train(module, call):
     """A few steps of SGD; returns what the weights and the gradient of the input became."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(0)
     grads = []
-    for _ in range(steps):
+    for _ in range(3):
         x = torch.randn(3, 4, generator=generator).requires_grad_()
         optimizer.zero_grad()
         call(x).square().sum().backward()
@@ -42,139 +42,45 @@ def _train(module, call, *, steps=3, rank=0):
     return [*grads, *(param.detach() for param in module.parameters())]
 
 
-def _compare(backend, install, *, steps=3, rank=0):
-    """Train two copies of a net, each with hooks of its own: one compiled, one not."""
-    assert not torch._dynamo.config.compiled_autograd
-    torch.manual_seed(0)
-    ours = Net()
-    theirs = copy.deepcopy(ours)
-    seen: list[list] = [[], []]
-    for module, log in zip((ours, theirs), seen, strict=True):
-        install(module, log)
-    got = _train(ours, _compiled(ours, backend), steps=steps, rank=rank)
-    want = _train(theirs, theirs, steps=steps, rank=rank)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-    assert len(seen[0]) == len(seen[1])
-    for a, b in zip(*seen, strict=True):
-        torch.testing.assert_close(a, b)
-    return seen[0]
-
-
-def _observe(module, log):
-    module.middle.register_full_backward_hook(
-        lambda module, grad_input, grad_output: log.append((grad_input[0].clone(), grad_output[0].clone()))
-    )
-
-
-def _observe_before(module, log):
-    module.middle.register_full_backward_pre_hook(lambda module, grad_output: log.append(grad_output[0].clone()))
-
-
-def _change(module, log):
+def _hooks_of_every_kind(module, log):
+    """Each kind by itself is a row of the list of expressions."""
     module.middle.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0].clamp(-1, 1) * 3,))
-
-
-def _change_before(module, log):
     module.middle.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 0.5 + 0.1,))
-
-
-def _several(module, log):
-    """Order matters: (g + 1) * 2 is not g * 2 + 1."""
-    module.middle.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] + 1,))
-    module.middle.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 2,))
-    module.middle.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] - 3,), prepend=True)
-    module.middle.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] + 1,))
-    module.middle.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 2,))
-    module.first.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 7,))
-
-
-def _removed(module, log):
-    handle = module.middle.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 9,))
-    module.first.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 2,))
-    handle.remove()
-
-
-def _of_the_root(module, log):
-    module.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 2,))
-    module.register_full_backward_hook(lambda module, grad_input, grad_output: log.append(grad_output[0].clone()))
-
-
-def _tensor_hooks(module, log):
     module.middle.weight.register_hook(lambda grad: grad * 3)
+    removed = module.last.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 9,))
+    removed.remove()
 
     def on_output(module, args, output):
         output.register_hook(lambda grad: grad * 2)
 
-    module.first.register_forward_hook(on_output)
-
-
-def _post_accumulate(module, log):
     def halve(param):
         param.grad.mul_(0.5)
 
+    module.first.register_forward_hook(on_output)
     for param in module.parameters():
         param.register_post_accumulate_grad_hook(halve)
     module.middle.weight.register_post_accumulate_grad_hook(lambda param: log.append(param.grad.clone()))
 
 
-def _everything(module, log):
-    for install in (_change, _change_before, _tensor_hooks, _post_accumulate):
-        install(module, log)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+def test_training_with_hooks_of_every_kind(rank, size, backend):
+    """Two copies of a net are trained, each with hooks of its own: one compiled, one not."""
+    assert not torch._dynamo.config.compiled_autograd
+    ours = Net()
+    theirs = copy.deepcopy(ours)
+    seen: list[list] = [[], []]
+    for module, log in zip((ours, theirs), seen, strict=True):
+        _hooks_of_every_kind(module, log)
+    torch.testing.assert_close(_train(ours, _compiled(ours, backend)), _train(theirs, theirs))
+    # Once in each of three steps.
+    assert len(seen[0]) == 3
+    torch.testing.assert_close(*seen)
 
 
-INSTALL = {
-    "observing": (_observe, 3),
-    "observing before": (_observe_before, 3),
-    "changing": (_change, 0),
-    "changing before": (_change_before, 0),
-    "several": (_several, 0),
-    "removed": (_removed, 0),
-    "on the compiled module": (_of_the_root, 3),
-    "on tensors": (_tensor_hooks, 0),
-    "post-accumulate": (_post_accumulate, 3),
-    "everything": (_everything, 3),
-}
-
-
-def _training(_rank, _size, case, backend):
-    install, times = INSTALL[case]
-    assert len(_compare(backend, install)) == times
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", INSTALL)
-def test_training_with_hooks(ranks, case):
-    ranks(_training, case, "aot_eager", world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_training_with_hooks_of_every_kind(ranks, backend):
-    ranks(_training, "everything", backend, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
-
-
-def _average(module, log):
-    """What data-parallel code does by hand: collectives in hooks."""
-
-    def average(module, grad_input, grad_output):
-        grad = grad_input[0].clone()
-        dist.all_reduce(grad)
-        return (grad / dist.get_world_size(),)
-
-    module.middle.register_full_backward_hook(average)
-    for param in module.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad))
-
-
-def _collectives(rank, size, backend):
-    _compare(backend, _average, rank=rank)
-
-
-def test_collectives_in_hooks(ranks):
-    ranks(_collectives, "aot_eager", allow_warnings=ALLOWED_WARNINGS)
-
-
-def _details(_rank, _size):
+# The last is torch's own remark on modules whose inputs need no gradient.
+@on_ranks(world_size=1, backend=None, allow_warnings=(*ALLOWED_WARNINGS, ("Full backward hook is firing", UserWarning)))
+def test_what_a_hook_is_given(rank, size):
     """What a hook is given: its module, and None for what needs no gradient."""
     module, seen = Net(), []
     module.first.register_full_backward_hook(lambda *args: seen.append(args))
@@ -199,12 +105,6 @@ def _details(_rank, _size):
     assert len(seen) == 3
 
 
-def test_what_a_hook_is_given(ranks):
-    # torch's own remark on modules whose inputs need no gradient.
-    allowed = (*ALLOWED_WARNINGS, ("Full backward hook is firing", UserWarning))
-    ranks(_details, world_size=1, backend=None, allow_warnings=allowed)
-
-
 def _fails(module, grad_input, grad_output):
     raise RuntimeError("a hook of the user's failed")
 
@@ -213,7 +113,9 @@ def _too_many(module, grad_input, grad_output):
     return (grad_input[0], grad_input[0])
 
 
-def _errors(_rank, _size, hook):
+@pytest.mark.parametrize("hook", [_fails, _too_many])
+@on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+def test_a_hook_that_is_wrong_says_so_as_in_eager(rank, size, hook):
     messages = []
     for compile_it in (False, True):
         module = Net()
@@ -222,10 +124,5 @@ def _errors(_rank, _size, hook):
         with pytest.raises(RuntimeError) as caught:
             call(torch.ones(3, 4, requires_grad=True)).sum().backward()
         messages.append(str(caught.value).splitlines()[0])
-    return messages
-
-
-@pytest.mark.parametrize("hook", [_fails, _too_many])
-def test_a_hook_that_is_wrong_says_so_as_in_eager(ranks, hook):
-    ((eager, compiled),) = ranks(_errors, hook, world_size=1, backend=None, allow_warnings=ALLOWED_WARNINGS)
+    eager, compiled = messages
     assert eager in compiled

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.on_ranks import on_ranks
-from tests.tracing.row import Place
+from tests.tracing.row import Place, join_fake_group
 from tests.tracing.runner import ALLOWED_WARNINGS, LIMIT_S
 
 # Refusing, the compiler warns too (once a process): the error is what is looked at.
@@ -232,12 +232,11 @@ CALLED_FROM_OUTSIDE = {
 }
 
 
-def _outside(_rank, _size):
-    """For each call by a rank that is not in the group: (what came of it, was it warned), eager's and compiled."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    first, answers = dist.new_group([0]), {}
+@on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED)
+def test_a_group_this_rank_is_not_in(rank, size):
+    """What comes of each call, and whether the rank is warned, is the same in eager mode and compiled."""
+    join_fake_group(1, 2)
+    first = dist.new_group([0])
     for name, call in CALLED_FROM_OUTSIDE.items():
         torch._dynamo.reset()
         both = []
@@ -248,13 +247,7 @@ def _outside(_rank, _size):
                 kind, message = _error(lambda x, group: results.append(function(x, group)), torch.ones(4), first)  # noqa: B023 (called at once)
             told = any("does not belong to" in str(warning.message) for warning in caught)
             both.append((kind, message, repr(results), told))
-        answers[name] = both
-    return answers
-
-
-def test_a_group_this_rank_is_not_in(ranks):
-    (answers,) = ranks(_outside, world_size=1, backend=None, allow_warnings=ALLOWED)
-    for name, (eager, compiled) in answers.items():
+        eager, compiled = both
         assert eager == compiled, name
         assert eager[3] or eager[0] == "ValueError" or name.startswith("get"), f"{name} works"
 
@@ -267,6 +260,8 @@ def test_a_destroyed_group_in_a_cached_graph(rank, size, backend):
     torch._dynamo.reset()
     compiled = torch.compile(_reduced, fullgraph=True, backend=backend)
     assert compiled(torch.ones(2), group).tolist() == [3, 3]
+    # The other rank may still be in the collective.
+    dist.barrier()
     dist.destroy_process_group(group)
     # Of what eager asks about it, this is what it says of a group that is gone.
     name = group.group_name
@@ -287,26 +282,18 @@ ASKED = (
 )
 
 
-def _destroyed_before_it_is_asked(_rank, _size):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    answers = []
+@on_ranks(world_size=1, backend=None, allow_warnings=ALLOWED)
+def test_what_is_asked_of_a_destroyed_group_in_a_cached_graph(rank, size):
+    join_fake_group(0, 2)
     for function in ASKED:
         torch._dynamo.reset()
         group = dist.new_group([0, 1])
         compiled = torch.compile(function, fullgraph=True, backend="eager")
         assert torch.equal(compiled(torch.ones(2), group), function(torch.ones(2), group))
         dist.destroy_process_group(group)
-        answers.append((_error(function, torch.ones(2), group)[0], *_error(compiled, torch.ones(2), group)))
-    return answers
-
-
-def test_what_is_asked_of_a_destroyed_group_in_a_cached_graph(ranks):
-    (answers,) = ranks(_destroyed_before_it_is_asked, world_size=1, backend=None, allow_warnings=ALLOWED)
-    for eager, kind, message in answers:
-        assert (eager in ("ValueError", "KeyError"), kind) == (True, "ValueError"), message
-        assert "destroyed" in message
+        assert _error(function, torch.ones(2), group)[0] in ("ValueError", "KeyError")
+        kind, message = _error(compiled, torch.ones(2), group)
+        assert (kind, "destroyed" in message) == ("ValueError", True), message
 
 
 @on_ranks(allow_warnings=ALLOWED)

@@ -146,9 +146,17 @@ def guard_value_of(kind: type, attribute: str) -> None:
     VariableBuilder._type_dispatch()[kind] = wrap
 
 
-def opaque_members(kind: type) -> dict[str, Any]:
-    """What the compiler may read of an object of ``kind``, by name. ``register_opaque_type`` takes it only once."""
-    return _opaque(kind).members
+def allow_members(kind: type, *, constant: frozenset[str], traced: frozenset[str]) -> None:
+    """Let the compiler read more of an object of ``kind``; ``register_opaque_type`` takes that only once.
+
+    ``constant`` members are evaluated while tracing, and their results are constants of the graph. The code of
+    ``traced`` members is traced.
+    """
+    from torch._library.opaque_object import MemberType
+
+    for names, member_type in ((constant, MemberType.USE_REAL), (traced, MemberType.INLINED)):
+        for name in names:
+            _opaque(kind).members.setdefault(name, member_type)
 
 
 def set_opaque_guard(kind: type, facts: Callable[[Any], list[Any]]) -> None:
@@ -162,20 +170,6 @@ def _opaque(kind: type) -> Any:
 
     _register_distributed_opaque_types()
     return _resolve_opaque_type_info(kind)
-
-
-def read_at_trace_time() -> Any:
-    """The mark of a member that is evaluated while tracing; its result is a constant of the graph."""
-    from torch._library.opaque_object import MemberType
-
-    return MemberType.USE_REAL
-
-
-def traced_into() -> Any:
-    """The mark of a member whose code is traced."""
-    from torch._library.opaque_object import MemberType
-
-    return MemberType.INLINED
 
 
 def guard_what_is_read(kind: type, *, attributes: frozenset[str], methods: frozenset[str], identity: str) -> None:

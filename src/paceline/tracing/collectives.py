@@ -99,11 +99,14 @@ def begin(
     read: list[Tensor],
     group: Group,
     async_op: bool,
-    how: str = "",
+    op: Any = None,
     ranks: list[int] | None = None,
 ) -> Any:
-    """Put one of our operators in the graph."""
+    """Put one of our operators in the graph. ``op`` is the reduction of those that reduce."""
+    if is_outside(group):
+        return operators.not_a_member(name)
     operator = getattr(operators, name)
+    how = "" if op is None else reduction(op)
     results = operator(hidden(written), hidden(read), named(group), how, ranks or [], not async_op)
     if async_op:
         return TracedWork(written, results)
@@ -120,7 +123,7 @@ def launched(targets: list[Tensor], pending: Tensor) -> TracedWork:
 
 def can_be_torchs(group: Group) -> bool:
     """Whether torch's form of a collective can be used. It looks the group up by name, and a dead group has none."""
-    return (dist.group.WORLD is not None) if group is None else is_alive(group)
+    return (dist.group.WORLD is not None) if group is None else not is_outside(group) and is_alive(group)
 
 
 def refuse_reduction(op: Any) -> str:
@@ -133,28 +136,22 @@ def refuse_reduction(op: Any) -> str:
 
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     check_tensor(tensor, "tensor")
-    if is_outside(group):
-        return operators.not_a_member("all_reduce")
-    how = reduction(op)
     if not can_be_torchs(group):
-        return begin("all_reduce", [tensor], [], group, async_op, how)
+        return begin("all_reduce", [tensor], [], group, async_op, op)
+    how = reduction(op)
     if not async_op:
         return traced_all_reduce(tensor, op=how, group=group)
     return launched([tensor], functional.all_reduce(tensor.detach(), how, named(group)))
 
 
 def all_reduce_coalesced(tensors: Any, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
-    if is_outside(group):
-        return operators.not_a_member("all_reduce_coalesced")
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    return begin("all_reduce_coalesced", tensors, [], group, async_op, reduction(op))
+    return begin("all_reduce_coalesced", tensors, [], group, async_op, op)
 
 
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
     check_tensors(tensor_list, "tensor_list")
     check_tensor(tensor, "tensor")
-    if is_outside(group):
-        return operators.not_a_member("all_gather")
     if (
         not can_be_torchs(group)
         or len(tensor_list) != dist.get_world_size(group)
@@ -172,8 +169,6 @@ def all_gather_into_tensor(
 ) -> Any:
     check_tensor(input_tensor, "input_tensor")
     check_tensor(output_tensor, "output_tensor")
-    if is_outside(group):
-        return operators.not_a_member("all_gather_into_tensor")
     size = 1 if not can_be_torchs(group) else dist.get_world_size(group)
     if (
         not can_be_torchs(group)
@@ -194,8 +189,6 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    if is_outside(group):
-        return operators.not_a_member("all_gather_coalesced")
     written = [tensor for tensors in output_tensor_lists for tensor in tensors]
     return begin("all_gather_coalesced", written, list(input_tensor_list), group, async_op)
 
@@ -205,9 +198,7 @@ def reduce_scatter(
 ) -> Any:
     check_tensor(output, "output")
     check_tensors(input_list, "input_list")
-    if is_outside(group):
-        return operators.not_a_member("reduce_scatter")
-    return begin("reduce_scatter", [output], list(input_list), group, async_op, reduction(op))
+    return begin("reduce_scatter", [output], list(input_list), group, async_op, op)
 
 
 def reduce_scatter_tensor(
@@ -215,9 +206,6 @@ def reduce_scatter_tensor(
 ) -> Any:
     check_tensor(output, "output")
     check_tensor(input, "input")
-    if is_outside(group):
-        return operators.not_a_member("reduce_scatter_tensor")
-    how = reduction(op)
     size = 1 if not can_be_torchs(group) else dist.get_world_size(group)
     if (
         not can_be_torchs(group)
@@ -225,7 +213,8 @@ def reduce_scatter_tensor(
         or output.numel() * size != input.numel()
         or output.dtype != input.dtype
     ):
-        return begin("reduce_scatter_tensor", [output], [input], group, async_op, how)
+        return begin("reduce_scatter_tensor", [output], [input], group, async_op, op)
+    how = reduction(op)
     if not async_op:
         return traced_reduce_scatter_tensor(output, input, op=how, group=group)
     pending = functional.reduce_scatter_tensor(input.detach().contiguous(), how, size, named(group))
@@ -237,8 +226,6 @@ def all_to_all(
 ) -> Any:
     check_tensors(output_tensor_list, "output_tensor_list")
     check_tensors(input_tensor_list, "input_tensor_list")
-    if is_outside(group):
-        return operators.not_a_member("all_to_all")
     return begin("all_to_all", list(output_tensor_list), list(input_tensor_list), group, async_op)
 
 
@@ -252,8 +239,6 @@ def all_to_all_single(
 ) -> Any:
     check_tensor(output, "output")
     check_tensor(input, "input")
-    if is_outside(group):
-        return operators.not_a_member("all_to_all_single")
     fits = (output_split_sizes is None or sum(output_split_sizes) == output.shape[0]) and (
         input_split_sizes is None or sum(input_split_sizes) == input.shape[0]
     )
@@ -270,8 +255,6 @@ def broadcast(
     tensor: Tensor, src: int | None = None, group: Group = None, async_op: bool = False, group_src: int | None = None
 ) -> Any:
     check_tensor(tensor, "tensor")
-    if is_outside(group):
-        return operators.not_a_member("broadcast")
     return begin("broadcast", [tensor], [], group, async_op, ranks=[given(src), given(group_src)])
 
 
@@ -284,10 +267,7 @@ def reduce(
     group_dst: int | None = None,
 ) -> Any:
     check_tensor(tensor, "tensor")
-    if is_outside(group):
-        return operators.not_a_member("reduce")
-    how = reduction(op)
-    return begin("reduce", [tensor], [], group, async_op, how, [given(dst), given(group_dst)])
+    return begin("reduce", [tensor], [], group, async_op, op, [given(dst), given(group_dst)])
 
 
 def gather(
@@ -299,8 +279,6 @@ def gather(
     group_dst: int | None = None,
 ) -> Any:
     check_tensor(tensor, "tensor")
-    if is_outside(group):
-        return operators.not_a_member("gather")
     if dst is None and group_dst is None:
         dst = 0
     written = list(gather_list) if gather_list else []
@@ -316,8 +294,6 @@ def scatter(
     group_src: int | None = None,
 ) -> Any:
     check_tensor(tensor, "tensor")
-    if is_outside(group):
-        return operators.not_a_member("scatter")
     if src is None and group_src is None:
         src = 0
     read = list(scatter_list) if scatter_list else []
@@ -325,14 +301,10 @@ def scatter(
 
 
 def barrier(group: Group = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
-    if is_outside(group):
-        return operators.not_a_member("barrier")
     return begin("barrier", [], [torch.zeros(1)], group, async_op)
 
 
 def monitored_barrier(group: Group = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-    if is_outside(group):
-        return operators.not_a_member("monitored_barrier")
     return begin("monitored_barrier", [], [torch.zeros(1)], group, False, ranks=[int(wait_all_ranks)])
 
 

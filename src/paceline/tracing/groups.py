@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline import _torch
 from paceline.tracing.collectives import Group, is_alive, is_outside, named
 from paceline.tracing.operator_namespace import operators
-from paceline.tracing.registry import AroundRow, MembersRow, OverrideRow, SpecialRow
+from paceline.tracing.registry import AroundRow, MembersRow, OverrideRow, SpecialRow, stand_in
 
 ATTRIBUTES = frozenset({"group_name", "group_desc", "bound_device_id"})
 METHODS = frozenset({"rank", "size", "name"})
@@ -71,21 +71,10 @@ def get_group_rank(group: Group, global_rank: int) -> int:
     return -1 if is_dead(group) else torchs_group_rank(group, global_rank)
 
 
-def torchs_process_group_ranks(*args: Any) -> Any:
-    """Stands for torch's function of this name, as do the three below."""
-    raise NotImplementedError
-
-
-def torchs_backend(*args: Any) -> Any:
-    raise NotImplementedError
-
-
-def torchs_global_rank(*args: Any) -> Any:
-    raise NotImplementedError
-
-
-def torchs_group_rank(*args: Any) -> Any:
-    raise NotImplementedError
+torchs_process_group_ranks = stand_in()
+torchs_backend = stand_in()
+torchs_global_rank = stand_in()
+torchs_group_rank = stand_in()
 
 
 def is_initialized() -> bool:

@@ -41,7 +41,6 @@ from paceline.tracing.operator_namespace import NAMESPACE, operators
 NOBODY = -1
 """Stands in ``ranks`` for an argument that was not given."""
 
-
 OUTSIDE = "no member"
 """Stands for the name of a group that this rank is not in. The rank is told so, and does nothing."""
 
@@ -163,20 +162,16 @@ def monitored_barrier(call: Call, later: bool) -> Work | None:
 
 @starter
 def isend(call: Call, later: bool) -> Work | None:
-    tag = call.ranks[2]
-    if later:
-        return dist.isend(call.read[0], call.rank(0), call.group, tag, call.rank(1))
-    dist.send(call.read[0], call.rank(0), call.group, tag, call.rank(1))
-    return None
+    send = dist.isend if later else dist.send
+    return send(call.read[0], call.rank(0), call.group, call.ranks[2], call.rank(1))
 
 
 @starter
 def irecv(call: Call, later: bool) -> Work | None:
-    tag = call.ranks[2]
-    if later:
-        return dist.irecv(call.written[0], call.rank(0), call.group, tag, call.rank(1))
-    dist.recv(call.written[0], call.rank(0), call.group, tag, call.rank(1))
-    return None
+    receive = dist.irecv if later else dist.recv
+    received = receive(call.written[0], call.rank(0), call.group, call.ranks[2], call.rank(1))
+    # The blocking form returns the sender.
+    return received if isinstance(received, Work) else None
 
 
 @starter

@@ -12,7 +12,7 @@ from paceline import _torch
 from paceline.tracing.collectives import named
 from paceline.tracing.import_hook import when_imported
 from paceline.tracing.operator_namespace import operators
-from paceline.tracing.registry import SpecialRow
+from paceline.tracing.registry import SpecialRow, stand_in
 
 
 def metadata(tensor: Tensor, requires_grad: bool, with_layout: bool) -> list[int]:
@@ -43,14 +43,8 @@ CHECK_SCHEMA = "(Tensor tensor, bool requires_grad, bool with_layout, str group)
 # --- what is traced in place of torch's functions; filled in when DTensor is imported, which takes long ------------
 
 
-def torchs_from_local(*args, **kwargs):
-    """Stands for ``DTensor.from_local`` as torch traces it."""
-    raise NotImplementedError
-
-
-def torchs_distribute_tensor(*args, **kwargs):
-    """Stands for ``distribute_tensor`` as torch traces it."""
-    raise NotImplementedError
+torchs_from_local = stand_in()
+torchs_distribute_tensor = stand_in()
 
 
 def current_mesh():

@@ -103,18 +103,17 @@ ROWS = (
         "The sender is known only when the call runs.",
         ("Name the sender, dist.irecv(tensor, src=rank), or use dist.recv, which returns it.",),
     ),
-    RefusalRow(
-        "dist._make_nccl_premul_sum",
-        "refused: scale by hand",
-        _torch.make_premul_sum,
-        "This reduction carries a value (PREMUL_SUM), which the graph's operators have no place for.",
-        ("Multiply the tensor by the factor and reduce with ReduceOp.SUM.",),
-    ),
-    RefusalRow(
-        "a reduction with a factor",
-        "refused: scale by hand",
-        refuse_reduction,
-        "This reduction carries a value (PREMUL_SUM), which the graph's operators have no place for.",
-        ("Multiply the tensor by the factor and reduce with ReduceOp.SUM.",),
+    *(
+        RefusalRow(
+            subject,
+            "refused: scale by hand",
+            original,
+            "This reduction carries a value (PREMUL_SUM), which the graph's operators have no place for.",
+            ("Multiply the tensor by the factor and reduce with ReduceOp.SUM.",),
+        )
+        for subject, original in (
+            ("dist._make_nccl_premul_sum", _torch.make_premul_sum),
+            ("a reduction with a factor", refuse_reduction),
+        )
     ),
 )

@@ -87,11 +87,7 @@ class MembersRow(Row):
     """Methods that are traced into."""
 
     def install(self) -> None:
-        known = _torch.opaque_members(self.kind)
-        for name in self.constant:
-            known.setdefault(name, _torch.read_at_trace_time())
-        for name in self.traced:
-            known.setdefault(name, _torch.traced_into())
+        _torch.allow_members(self.kind, constant=self.constant, traced=self.traced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +118,15 @@ class SpecialRow(Row):
 
     def install(self) -> None:
         self.action()
+
+
+def stand_in() -> Callable[..., Any]:
+    """A function that stands in traced code for one of torch's, as torch itself traces it (see :class:`AroundRow`)."""
+
+    def never_called(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    return never_called
 
 
 def functions(module: Any, here: Mapping[str, Any], forms: Mapping[str, str]) -> tuple[Row, ...]:
