@@ -130,7 +130,7 @@ def test_constructor_table():
 def test_default_capacities_are_those_of_the_page():
     first, most = (size / (1 << 20) for size in Caps.from_arguments(None, None).caps_bytes)
     (row,) = (row for row in _rows(_section("Constructor")) if row[0] == "bucket_cap_mb")
-    assert f"{first:.0f} for the first bucket" in row[2]
+    assert f"the first bucket has {first:.0f} MiB" in row[2]
     assert f"at most {most:.0f}" in row[2]
 
 

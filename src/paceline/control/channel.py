@@ -27,7 +27,7 @@ from paceline.control.difference import describe_difference
 from paceline.control.failure import MESSAGE_LIMIT, Failure, News, failure_of
 from paceline.control.hang import Inquiries
 from paceline.control.last_words import speak_for
-from paceline.control.peer_wait import PeerWait
+from paceline.control.peer_wait import PATIENCE_S, PeerWait
 from paceline.control.progress import Progress
 from paceline.control.store_line import StoreLine
 from paceline.control.store_thread import store_threads_of
@@ -356,14 +356,20 @@ class Channel:
             raise PeerWait(self, doing, timeout_s=self.timeout_s).broken(error) from error
 
     def _wait(self, attempt: Callable[[float], bool], doing: str, excuse: Callable[[], bool] | None = None) -> None:
-        wait = PeerWait(self, doing, timeout_s=self.timeout_s, excuse=excuse)
+        watch = partial(PeerWait, self, doing, timeout_s=self.timeout_s, excuse=excuse, begun=time.monotonic())
+        wait: PeerWait | None = None
         try:
-            if not wait.keep(attempt):
+            # In a step without trouble a wait ends here.
+            if attempt(min(PATIENCE_S, self.timeout_s)):
+                return
+            wait = watch()
+            if not wait.keep(attempt, tried=True):
                 raise wait.expired()
         except PeerError:
             raise
         except RuntimeError as error:
             # Some backends notice the time-out themselves.
+            wait = wait or watch()
             if "timed out" in str(error).lower():
                 raise wait.expired() from error
             raise wait.broken(error) from error

@@ -38,28 +38,30 @@ class PeerWait(Waiter):
         timeout_s: float,
         excuse: Callable[[], bool] | None = None,
         for_collective: bool = True,
+        begun: float | None = None,
     ) -> None:
         self._channel = channel
         self._doing = doing
         self._timeout_s = timeout_s
         self._excuse = excuse
         self._for_collective = for_collective
-        self._start = time.monotonic()
+        self._start = time.monotonic() if begun is None else begun
         self._told = channel.hang.mode == "off"
         self._heard_at: float | None = None
         self._gone: list[int] = []
         self._store_is_silent = False
 
-    def keep(self, attempt: Callable[[float], bool]) -> bool:
+    def keep(self, attempt: Callable[[float], bool], *, tried: bool = False) -> bool:
         """Repeat ``attempt(seconds)``, which may take that long, until it succeeds; return False at the deadline.
 
         It raises an error if something happens to another rank meanwhile, and whatever the attempt raises. A silent
         store counts as no news. After the time-out a silent store is an error as well, because nothing more can be
-        learnt.
+        learnt. If it was ``tried`` before, and in vain, this begins with a look at the others.
         """
         progress = self._channel.progress
         try:
-            while not self._try(attempt):
+            while tried or not self._try(attempt):
+                tried = False
                 if not progress.waiting_since:
                     progress.begin_wait(self._doing)
                 self._look()

@@ -1,4 +1,4 @@
-"""Flat storage for gradients that travel together, and how gradients get into it.
+"""Flat storage for gradients that travel together, and how gradients get into it and back to their parameters.
 
 [Note: gradients live in the bucket]
 A bucket's flat buffer is the only memory that a gradient has at rest: ``param.grad`` is a tensor on the bucket's
@@ -97,6 +97,23 @@ def add(slot: Slot, grad: Tensor, scale: float = 1.0, factor: Tensor | None = No
     else:
         torch.mul(grad, scale if factor is None else factor, out=view)
     slot.filled = True
+
+
+def hand_out(slots: Sequence[Slot], used: Sequence[float] | None) -> None:
+    """Give every parameter its gradient back: averaged if any rank used it, untouched if none did.
+
+    ``used`` is by position. It is None if all ranks used all parameters and there is nothing else to see to.
+    """
+    if used is None:
+        for slot in slots:
+            slot.param.grad = slot.view
+            slot.filled = False
+        return
+    for slot, count in zip(slots, used, strict=True):
+        if slot.owned:
+            slot.hand_out(used=bool(count))
+        slot.base = None
+        slot.forget()
 
 
 class Bucket:

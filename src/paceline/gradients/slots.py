@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -103,23 +101,6 @@ class Slot:
                 param.grad = self.saved
         elif self.base is not None:
             param.grad = self.base
-
-
-def hand_out(slots: Sequence[Slot], used: Sequence[float] | None) -> None:
-    """Give every parameter its gradient back: averaged if any rank used it, untouched if none did.
-
-    ``used`` is by position. It is None if all ranks used all parameters and there is nothing else to see to.
-    """
-    if used is None:
-        for slot in slots:
-            slot.param.grad = slot.view
-            slot.filled = False
-        return
-    for slot, count in zip(slots, used, strict=True):
-        if slot.owned:
-            slot.hand_out(used=bool(count))
-        slot.base = None
-        slot.forget()
 
 
 class Slots:

@@ -16,10 +16,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from paceline.gradients.bucket import Bucket, absorb, absorb_early
+from paceline.gradients.bucket import Bucket, absorb, absorb_early, hand_out
 from paceline.gradients.layout import Layout
 from paceline.gradients.portion import Portion
-from paceline.gradients.slots import Slot, Slots, hand_out
+from paceline.gradients.slots import Slot, Slots
 from paceline.gradients.status import Status
 from paceline.reduction.countdown import Countdown
 from paceline.reduction.early_gradients import Early, StandIns, can_be_taken
