@@ -1,6 +1,7 @@
-"""A rank's line to the others over the group's store: agreement before collectives, news of failure.
+"""A wrapper's conversation with the other ranks: agreements, news of failure, collectives, and waits for them.
 
-In a step without trouble, nothing here asks the store: only a wait that takes long does (`peer_wait`).
+Agreements and news go over the group's store. In a step without trouble, nothing here asks the store: only a wait that
+takes long does (`peer_wait`).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Channel:
         self.size = dist.get_world_size(group)
         self.timeout_s = _torch.group_timeout_s(group)
         world = dist.group.WORLD or group
-        lines = store_threads_of(group)
-        self.store_thread = lines.own
+        store_threads = store_threads_of(group)
+        self.store_thread = store_threads.own
         # The count of this rank's channels is kept in the store, because it begins and ends with the group. It is asked
         # for once, however long that takes: asking again would count again.
         store = dist.PrefixStore("paceline", _torch.group_store(group))
@@ -84,7 +85,7 @@ class Channel:
         if self.size > 1:
             census.sign(self.rank)
         self.inquiries = Inquiries(
-            self._board.on_another_connection(lines.of_watch) if self.is_watched else self._board,
+            self._board.on_another_connection(store_threads.of_watch) if self.is_watched else self._board,
             self.progress,
             census,
             rank=self.rank,

@@ -1,4 +1,4 @@
-"""Where the rows that ranks compare differ, in words."""
+"""Says in words where the rows that ranks compare differ."""
 
 from __future__ import annotations
 

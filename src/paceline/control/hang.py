@@ -33,7 +33,7 @@ from paceline.settings import HangWatch
 LOOK_S = 0.5
 """How often a rank looks whether somebody asks where it is."""
 ANSWER_S = 3 * LOOK_S
-# The watch may be waiting for an answer of the store.
+# How long the watch may take to end, because it may be waiting for an answer of the store.
 _END_S = 5.0
 _log = logging.getLogger("paceline.control")
 
@@ -193,7 +193,7 @@ class _Watch:
 
     def add(self, channel: Watched) -> None:
         self._channels.add(channel)
-        # This is the first channel of the process, or the first one after a fork or after all threads were ended.
+        # If none runs, this is the first channel of the process, or the first after a fork or after all threads ended.
         if self._thread is None or not self._thread.is_alive():
             self._ended = threading.Event()
             self._thread = threads.start(self._run, self._ended, name="watch", stop=self._ended.set, within_s=_END_S)

@@ -49,9 +49,9 @@ def speak_for(speaker: Speaker) -> None:
     """Have ``speaker`` report the exception that ends this program, if one does while it is alive."""
     global _hook
     _speakers.add(speaker)
-    # The hook is not set at import, so that a program that wraps nothing keeps its own. It is set only once. Looking at
-    # ``sys.excepthook`` would not tell: torch chains a hook for every process group, so that ours is rarely the
-    # outermost.
+    # The hook is not set at import, so that a program that wraps nothing keeps its own. It is set only once. Whether it
+    # is set cannot be seen in ``sys.excepthook``: torch chains a hook for every process group, so that ours is rarely
+    # the outermost.
     if _hook is None:
         _hook = sys.excepthook = _chain(sys.excepthook)
 
@@ -82,7 +82,10 @@ def _end_soon() -> None:
 
 
 def _chain(before: ExceptHook) -> ExceptHook:
-    """A hook that sends the news, then calls ``before``. An error that another rank caused is shortened and waits."""
+    """A hook that sends the news, then calls ``before``.
+
+    If another rank caused the error, its traceback is shortened and shown when that rank has ended or after `LINGER_S`.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         own_files.keep = True

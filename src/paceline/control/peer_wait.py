@@ -141,7 +141,7 @@ class PeerWait(Waiter):
     # -- how it ends ---------------------------------------------------------------------------------
 
     def expired(self) -> RankLostError:
-        """The time-out has passed."""
+        """The error of a wait whose time-out has passed."""
         waited_s = time.monotonic() - self._start
         text = f"Rank {self._channel.rank} waited {waited_s:.0f} s (the group's time-out) in {self._doing}, and "
         silence = " The process group's store does not answer." if self._store_is_silent else ""
@@ -158,7 +158,10 @@ class PeerWait(Waiter):
         return RankLostError(f"{text}some rank never joined in. Look for the rank that stopped or took another path.")
 
     def broken(self, error: RuntimeError) -> RankLostError:
-        """A backend gave up a collective, or the store broke: a rank is gone, or ranks took different paths."""
+        """The error of a wait that a backend gave up, or in which the store broke.
+
+        Either a rank is gone, or ranks took different paths.
+        """
         channel = self._channel
         of_store = isinstance(error, (dist.DistStoreError, dist.DistNetworkError))
         deadline = time.monotonic() + GRACE_S

@@ -1,8 +1,8 @@
 """Whether ranks hold the same tensors. They compare digests in one exchange, and tell more only if these differ.
 
-Each rank brings its digests and their bitwise complements to one maximum. The complement of the second maximum is the
-minimum of the digests, and all ranks share a digest if its maximum equals its minimum. A rank that has no opinion on a
-tensor brings the least number in both places.
+One all-reduce takes the maximum of the digests, and that of their bitwise complements. The complement of the latter is
+the minimum of the digests, and all ranks share a digest if its maximum equals its minimum. A rank that has no opinion
+on a tensor brings the least number in both places.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _CARRIED_BYTES = wire.LIMIT_BYTES // 2
 
 
 class Waiter(ABC):
-    """Somebody who waits for other ranks until a deadline, and for the store."""
+    """Somebody who waits for other ranks until a deadline, and for a store that is silent."""
 
     @abstractmethod
     def keep(self, attempt: Callable[[float], bool]) -> bool:
@@ -108,7 +108,7 @@ class StoreLine(Line):
         def attempt(timeout_s: float) -> bool:
             nonlocal pause_s
             end = time.monotonic() + timeout_s
-            # Polled: a wait with a time-out is not the same in all stores, and TCPStore writes warnings when one ends.
+            # This polls: waits with a time-out differ between stores, and TCPStore writes warnings when one ends.
             while not self._board.has(*keys):
                 if time.monotonic() > end:
                     return False

@@ -129,6 +129,7 @@ class StoreThreads:
     own: StoreThread
     """It asks on behalf of the threads that train."""
     of_watch: StoreThread
+    """It asks on behalf of the hang watch, which must not wait while the others do."""
 
 
 _threads: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreThreads] = weakref.WeakKeyDictionary()

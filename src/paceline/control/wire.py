@@ -160,7 +160,7 @@ def _read(payload: bytes, at: int, *, may_nest: bool) -> tuple[Field, int]:
         raise BadMessageError(f"there is no field at byte {at - 1}")
     (length,) = _LENGTH.unpack_from(payload, at)
     at += _LENGTH.size
-    # An item of a list takes a byte at the least, so that a list cannot claim more memory than was sent either.
+    # Each item of a list takes at least a byte. So a list, too, cannot claim more memory than was sent.
     if length > len(payload) - at:
         raise BadMessageError("it ends inside a field")
     if tag == b"l":

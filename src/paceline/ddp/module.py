@@ -4,7 +4,7 @@ The class makes the parts and connects them. The work is done in the parts:
 
 - ``forward``: what happens around a forward of the module
 - ``paceline.reduction.reducer``: what happens in a backward
-- ``buffers``, ``join``, ``precision``, ``verify``: what their names say
+- ``buffers``: how buffers are kept equal; ``join``: uneven inputs; ``precision``: mixed precision; ``verify``: digests
 - ``compat``: the names that torch's class has for all of it
 """
 

@@ -150,7 +150,7 @@ class Bucket:
         self._refs_at_rest = list(map(sys.getrefcount, self._views))
 
     def _make_views(self, flat: Tensor) -> list[Tensor]:
-        """Give each slot its view of ``flat``. Their references are counted once no local variable holds them."""
+        """Give each slot its view of ``flat``. References to views are counted when no local variable holds them."""
         tensors = [slot.local for slot in self.slots]
         if all(tensor.numel() and has_default_strides(tensor) for tensor in tensors):
             # This takes half the time. Because of ``data`` they are not views in autograd's sense: see `_alias`.

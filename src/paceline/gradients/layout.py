@@ -86,9 +86,9 @@ class Layout:
                 slot.bucket = bucket.spec.index
                 small = copy_in_batches or slot.local.numel() <= limit
                 slot.deferred = (small or scaled_at_end) and not bucket.spec.sparse
-                # To look at a portion's gradient may be a collective of its mesh ([Note: portions] in portion.py). It
-                # has to happen at the same moment on all ranks of the mesh, though portions, and so the batches that
-                # they would be in, differ in size.
+                # Looking at a portion's gradient may be a collective of its mesh ([Note: portions] in portion.py). It
+                # has to happen at the same moment on all ranks of the mesh. In batches it would not, because portions
+                # differ in size between these ranks, and so would the batches.
                 slot.immediate = not small or bucket.spec.sparse or isinstance(slot.param, Portion)
             # Going by the order seen so far, this gradient completes the bucket.
             bucket.slots[-1].immediate = True
@@ -114,7 +114,7 @@ class Layout:
         return None
 
     def take_optimizers(self) -> None:
-        """Call the optimizers that run in backward from now on, so that they find the averaged gradient."""
+        """Take over the optimizers that run in backward: from now on we call them, with the averaged gradient."""
         self.optimizers_taken = _torch.optimizers_in_backward()
         for slot in self.slots:
             slot.steps_in_backward = _torch.take_optimizers_in_backward(slot.leaf)

@@ -62,7 +62,7 @@ def _attributes(item: Any) -> dict[str, Any]:
 
 
 def needs_grad(value: Any) -> bool:
-    """Whether a backward can start from a tensor in these containers. For unknown objects it is assumed to be so."""
+    """Whether a backward can start from a tensor in these containers. For unknown objects the answer is yes."""
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, (list, tuple)):

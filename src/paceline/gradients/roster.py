@@ -78,7 +78,7 @@ class Roster:
         self.ignored: list[Tensor] = []
         seen: set[int] = set()
         self._tree = tree or ModuleTree(module)
-        # Each parameter hangs in a dictionary, under a key; the third list has what was there.
+        # These have, for each parameter: the dictionary that it is in, its key there, and the parameter itself.
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._held: list[Any] = []

@@ -1,11 +1,11 @@
 """One backward on this rank: gradients go into their buckets, which leave in the order of the plan and come back.
 
 [Note: late gradients]
-How often a gradient becomes ready in one backward is learnt from the first one: a layer that is used twice under
-reentrant checkpointing has its gradients ready twice, an unused parameter never. A bucket leaves when each of its
-gradients has come that often. A contribution that comes after that is kept aside. The last bucket's status tells
-everybody, and the buckets concerned travel a second time with only what was late. Summing is linear, so the result is
-right; and from then on the bucket waits for that contribution.
+How often a gradient becomes ready in one backward is learnt from the first one: the gradients of a layer
+that is used twice under reentrant checkpointing come twice, and that of an unused parameter never comes. A bucket
+leaves when each of its gradients has come that often. A contribution that comes after that is kept aside. The last
+bucket's status tells everybody which buckets have such contributions, and those buckets travel a second time with only
+what was late. Summing is linear, so the result is right. From then on the bucket waits for that contribution.
 """
 
 from __future__ import annotations
@@ -87,11 +87,13 @@ class Backward:
             self._launch_complete()
 
     def take_early(self, come: Sequence[tuple[Slot, Early]], stand_ins: StandIns) -> list[Tensor]:
-        """Do the same for gradients that a compiled backward hands over; return what it goes on with.
+        """Absorb gradients that a compiled backward hands over, and send the buckets that are complete.
+
+        Return what the compiled backward goes on with.
 
         See [Note: early gradients] in early_gradients.py.
         """
-        # This needs no no_grad(), which would cost 30 us per report: no early gradient belongs to a graph.
+        # No early gradient belongs to a graph. So this needs no no_grad(), which would cost 30 us per report.
         going_on: list[Tensor] = []
         taken: dict[Slot, Tensor] = {}
         for slot, early in come:

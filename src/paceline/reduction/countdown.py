@@ -11,8 +11,8 @@ from paceline.gradients.slots import Slot
 class Countdown:
     """Counts the gradients that have arrived, and says which buckets may leave.
 
-    Both kinds of backward tell it: an eager one of the gradients that autograd brings, a compiled one of those that it
-    hands over early. ``unused`` holds the indices of parameters that no gradient is expected for.
+    Both kinds of backward tell it what has arrived: an eager one counts the gradients that autograd brings, and a
+    compiled one those that it hands over early. No gradient is expected for the parameters with the indices ``unused``.
     """
 
     def __init__(self, layout: Layout, *, observing: bool = False, unused: frozenset[int] = frozenset()) -> None:

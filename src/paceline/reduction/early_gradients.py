@@ -68,10 +68,10 @@ class StandIns:
         return zeros is not None and zeros.data_ptr() == tensor.data_ptr()
 
     def drop(self, slot: Slot, *, syncing: bool) -> bool:
-        """Drop the stand-in that autograd has brought, unless something else came with it. Return whether it did."""
+        """Drop the stand-in that autograd has brought, unless more came with it. Return whether more came."""
         slot.awaits_stand_in = False
         grad = slot.param.grad
-        # Several stand-ins, of several forwards, are added up in new memory.
+        # The stand-ins of several forwards are added up in new memory, which must be looked at: zeros are dropped, too.
         if grad is not None and not self.is_one(grad) and bool(grad.any()):
             return True
         if syncing:
@@ -88,13 +88,13 @@ def can_be_taken(slot: Slot) -> bool:
     param = slot.leaf
     if not slot.owned or slot.view is None or _torch.has_tensor_hooks(param):
         return False
-    # Our hook drops the stand-in, so it must be there. With autograd.grad() and backward(inputs=...), not everything
-    # that is computed is accumulated.
+    # Our hook must be there, because it drops the stand-in. And the gradient must be accumulated, which it need not be
+    # in autograd.grad() and backward(inputs=...).
     return hears_alone(param) and _torch.will_execute(slot.node())
 
 
 def give_back(slots: Sequence[Slot]) -> None:
-    """Keep what had been accumulated before a backward without synchronisation, which has failed."""
+    """Give back what had been accumulated before a backward without synchronisation that has failed."""
     for slot in slots:
         if slot.awaits_stand_in:
             slot.param.grad = slot.view

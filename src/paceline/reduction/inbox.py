@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline import _torch
 from paceline.gradients.slots import Slot
 
-# Bounds the memory of gradients that are ready and not yet in their buckets.
+# The most gradients in a batch. It bounds the memory of gradients that are ready and not yet in their buckets.
 BATCH = 32
 # A backward needs most memory when it begins, with all activations alive: there a gradient must not wait. For each
 # GROWTH gradients that have come, activations have been freed, and one more gradient may wait.
@@ -35,7 +35,7 @@ class HookKey:
 
 
 def hears_alone(param: Tensor) -> bool:
-    """Whether ``param`` has a hook of an inbox, and no hooks of others, that see its accumulated gradient."""
+    """Whether hooks of inboxes, and no hooks of others, see the accumulated gradient of ``param``."""
     keys = _torch.gradient_hook_keys(param)
     return bool(keys) and all(isinstance(key, HookKey) for key in keys)
 
@@ -52,7 +52,7 @@ class Inbox:
         """The hooks of each parameter that has one of ours, by the id of the parameter."""
         self._key = HookKey()
         self.limit = 1
-        """How many gradients make a batch. It is 1 between backwards, so that the next is heard of at once."""
+        """How many gradients make a batch. It is 1 between backwards, so that the next backward is noticed at once."""
         self._in_backward = False
         self._came = 0
         self._finalizer = weakref.finalize(recipient, _remove_all, self._listening, self._key)

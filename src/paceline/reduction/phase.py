@@ -6,7 +6,7 @@ import enum
 
 
 class Phase(enum.Enum):
-    """What a reducer is at; each value says when it is entered and left."""
+    """What a reducer is doing. Each value says when the phase is entered and left."""
 
     IDLE = "no backward is running"
     BACKWARD = "entered with the first gradient (or output) of a backward, left when it has ended"

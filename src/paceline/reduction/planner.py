@@ -20,7 +20,7 @@ from paceline.reduction.exchange import Exchange
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """What the constructor of the wrapper was promised and asked for."""
+    """What the user promised and asked for in the constructor of the wrapper."""
 
     caps_bytes: tuple[int, ...] | None = None
     """The capacities of the buckets; None for those that suit the module."""
@@ -54,7 +54,7 @@ class Planner:
         """The plan that was made before anything was known about the order of gradients."""
         self.has_rebuilt = False
         self.known_orders: dict[frozenset[int], list[int]] = {}
-        """The order in which graphs that bring all gradients at once compute them, as indices."""
+        """For each graph that brings all its gradients at once: the order in which it computes them, as indices."""
         self._exchange = exchange
         self._left_out: frozenset[int] = frozenset()
         self._order_seen: list[int] | None = None
@@ -131,7 +131,7 @@ class Planner:
             broken=bool(status.complaints),
         )
         if first and options.rebuild:
-            # The next backward puts it to use: the first one is slow enough.
+            # The next backward puts the order to use, because the first one is slow enough already.
             self._order_seen = countdown.order
         if first and options.skip_unused:
             self._leave_out(status)

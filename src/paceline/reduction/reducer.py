@@ -309,7 +309,7 @@ class Reducer:
             assert backward is not None
             if backward.create_graph:
                 return [each.copy() for each in come]
-            # Autograd may have brought others in between: they are counted in the order in which they came.
+            # Autograd may have brought other gradients before this report: they came first, and are counted first.
             backward.take_in(self._inbox.take())
             return backward.take_early(pairs, self._stand_ins)
 

@@ -24,7 +24,7 @@ class Weighing:
         self.by_participants = False
         """Whether ranks that still have inputs weigh 1 each, and the others nothing (``join``)."""
         self.apart = False
-        """Whether the next sum excludes what an earlier one left, which some ranks no longer have (``join``)."""
+        """Whether what an earlier sum left stays out of the next one, as some ranks no longer have it (``join``)."""
         self._total = 0.0
         self._weighed = False
         self._abstains = False
@@ -53,13 +53,16 @@ class Weighing:
                 self.weight = None
 
     def share(self) -> float:
-        """This rank's part of the sum of weights. Backwards that nobody weighed count as 1 in all."""
+        """This rank's part of the sum of weights. If no backward was weighed, all of them together count as 1."""
         if self._abstains:
             return 0.0
         return self._total if self._weighed else 1.0
 
     def vote(self, n_ranks: int) -> float:
-        """This rank's part of the count of ranks that weigh. Either all weigh or none; those without inputs abstain."""
+        """This rank's part of the count of ranks that weigh: either all weigh or none. Ranks without inputs abstain.
+
+        An abstention counts as ``n_ranks + 1``, so that `check` can tell both counts from their sum.
+        """
         if self._abstains:
             return float(n_ranks + 1)
         return float(self._weighed)
@@ -67,7 +70,7 @@ class Weighing:
     def notice(self, came: Sequence[Slot]) -> None:
         """A backward is about to begin. These gradients gave notice of it, so they are there already.
 
-        Autograd has added them, in place, to what was there. For a gradient at rest that is the bucket.
+        Autograd has added them, in place, to what was there. If that was a gradient at rest, it lives in the bucket.
         """
         self._fresh = {slot for slot in came if slot.param.grad is not slot.view}
         self._mixed = [slot for slot in came if slot not in self._fresh]
@@ -141,7 +144,7 @@ class Weighing:
         weighed = int(status.weighing) % (n_ranks + 1)
         if not weighed and not self.by_participants:
             return None
-        # If there is no weight anywhere, there is no gradient.
+        # If all weights are 0, the gradients are 0.
         return divided_by / status.weight if status.weight else 0.0
 
     def warn_of_overflow(self, buckets: Sequence[Bucket], sent_as: torch.dtype | None) -> None:

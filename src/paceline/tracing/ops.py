@@ -2,22 +2,23 @@
 
 There is one operator for each collective. All have the same signature, so that there is one fake rule and one lowering:
 
-    paceline::broadcast(Tensor[] written, Tensor[] read, str group, str how, int[] ranks, bool wait) -> Tensor[]
+    broadcast(Tensor[] written, Tensor[] read, str group, str how, int[] ranks, bool wait) -> Tensor[]
 
 ``written`` are the tensors the collective would write to, ``read`` those it only reads. The operator changes neither:
 it returns what ``written`` are going to hold, and :mod:`~paceline.tracing.collectives` copies that back. Since
 it is functional, it needs no functionalization and can never be seen half done. With ``wait`` False the tensors are
-still on their way, and ``paceline::arrive`` gives what they hold in the end.
+still on their way, and the operator ``arrive`` gives what they hold in the end.
 
 At run time, the operators call ``torch.distributed`` with exactly the arguments that the user wrote. Hence a wrong call
 (sizes, ranks, a missing list) raises the same error as without the compiler.
 
-[Note: the order of collectives] Ranks must begin collectives of a group in one order. The order of a graph is the
-order of the program, and three things keep it: the operators are impure (``torch.fx.node.has_side_effect``), so no pass
-removes one, not even a barrier or a send; Inductor is told that they are collectives (``inductor.py``), and it chains
-all collectives of a graph, torch's own among them; passes that sort a graph anew sort it stably. Waiting is part of the
-chain (``paceline::arrive``, not torch's ``wait_tensor``): Inductor is free to wait early, and waiting for a send before
-the receive that follows it has begun is a deadlock.
+[Note: collectives in the order of the program] Ranks must begin collectives of a group in one order. The order of a
+graph is the order of the program, and three things keep it. The operators are impure
+(``torch.fx.node.has_side_effect``), so no pass removes one, not even a barrier or a send. Inductor is told that they
+are collectives (``_torch.lower_as_collectives``), and it chains all collectives of a graph, torch's own among them. And
+passes that sort a graph anew sort it stably. Waiting is part of the chain: we wait with our operator ``arrive``, and
+not with torch's ``wait_tensor``. Inductor is free to wait early with that one, and waiting for a send before the
+receive that follows it has begun is a deadlock.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ def _in_flight(pending: list[Tensor]) -> None:
 
 
 def _arrive(pending: list[Tensor]) -> list[Tensor]:
-    """Wait for results of the operators above. [Note: the order of collectives] says why not with ``wait_tensor``."""
+    """Wait for results of the operators above. [Note: collectives in the order of the program] says why not with ``wait_tensor``."""
     return [_copied(_torch.wait_tensor(tensor)) for tensor in pending]
 
 

@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 class Mark:
-    """What graphs know a wrapper by. Dynamo guards its key, and compiles anew when the key is another one."""
+    """The sign by which graphs know a wrapper. Dynamo guards its key, and compiles anew when the key is another one."""
 
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -91,9 +91,9 @@ class GraphMark:
     key: str
     leaves: bool = False
     inputs: tuple[int, ...] = ()
-    """Where it ends: the inputs of the graph that are outputs of the wrapper and were made by an earlier graph."""
+    """For an end: which inputs of the graph are outputs of the wrapper, made by an earlier graph."""
     outputs: tuple[int, ...] = ()
-    """Where it ends: the outputs of the graph that are outputs of the wrapper, or are made of them."""
+    """For an end: which outputs of the graph are outputs of the wrapper, or are made of them."""
 
 
 class Run:

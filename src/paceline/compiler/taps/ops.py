@@ -5,8 +5,8 @@ caches see one operator with a name; AOTAutograd (or autograd itself, with the `
 function inside.
 
 ``report`` hands gradients to the reducer, and returns what the graph goes on with ([Note: early gradients]). Its
-results are outputs of the graph, so compilers neither remove it nor move it behind other uses of them. To them it is a
-pure function, so they copy nothing for it.
+results are outputs of the graph, so compilers do not remove it, nor move it behind whatever else uses these results. To
+compilers it is a pure function, so they copy nothing for it.
 
 ``enter`` and ``leave`` mark where a wrapper's forward begins and ends, and with which outputs. They are taken out of
 the graph before a backend sees it, and ``graph_run`` does their work. Called outside of a graph, they do it themselves.
@@ -51,7 +51,7 @@ class _Tap(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(binding)
         ctx.places, ctx.version = places, version
-        # Autograd would copy a gradient whose layout is not that of its parameter.
+        # What the graph goes on with gets these: autograd would copy a gradient whose layout is not its parameter's.
         ctx.strides = [strides.dense_stride(param) for param in params]
         return tuple(param.view_as(param) for param in params)
 

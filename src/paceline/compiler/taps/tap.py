@@ -2,10 +2,10 @@
 
 [Note: taps are not buckets]
 A graph knows taps, and the reducer knows buckets. A tap is a few parameters that are next to each other in the plan's
-order: as many as it takes to make a 32nd of all bytes, or ``MAX_TAP_BYTES``. A tap reports when its last gradient
-exists, and the reducer then counts what is left of each bucket, as it does with gradients that autograd brings. So a
-graph depends neither on the bucket size nor on later plans: nothing is compiled again when the plan is rebuilt, and
-caches hit for any bucket size.
+order: as many as make up a 32nd of all bytes, or ``MAX_TAP_BYTES`` if that is less. A tap reports when its last
+gradient exists, and the reducer then counts what is left of each bucket, as it does with gradients that autograd
+brings. So a graph depends neither on the bucket size nor on later plans: nothing is compiled again when the plan is
+rebuilt, and caches hit for any bucket size.
 """
 
 from __future__ import annotations

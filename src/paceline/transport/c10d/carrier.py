@@ -1,4 +1,6 @@
-"""``Carrier``: what moves tensors between the ranks of a group; the one thing in which two kinds of groups differ.
+"""``Carrier``: what moves tensors between the ranks of a group.
+
+It is all that differs between a group on one host and a group that spans hosts.
 
 There are two implementations: :class:`~paceline.transport.shm.one_host.OneHost`, where all ranks share memory, and
 :class:`~paceline.transport.hosts.several_hosts.SeveralHosts`. Both take *plain* tensors (``packing``) of arguments that

@@ -32,7 +32,7 @@ def reduction(reduce_op: Any, dtype: torch.dtype) -> Op:
 
 @cache
 def _refused(number: int, dtype: torch.dtype) -> str | None:
-    """Why an operation does not go with a dtype. The last operation of c10d is one that the kernel does not have."""
+    """Why an operation does not go with a dtype. c10d's last one, PREMUL_SUM, is one that the kernel does not have."""
     if number >= len(Op):
         return "Cannot use ReduceOp.PREMUL_SUM with shm: scale the tensor, then use ReduceOp.SUM"
     if dtype not in DTYPES:
@@ -66,7 +66,7 @@ def tensor(found: object, what: str) -> Tensor:
 
 
 def single(tensors: Sequence[Tensor], what: str) -> Tensor:
-    """The tensor in the list of one that c10d makes of it."""
+    """The only tensor of a list: c10d passes one tensor as a list of one."""
     if len(tensors) != 1:
         raise BadCollectiveError(f"shm {what}: requires a single tensor, got {len(tensors)}")
     return tensors[0]
@@ -78,7 +78,7 @@ def one(tensors: Any, what: str) -> Tensor:
 
 
 def list_of(tensors: Any, what: str) -> Sequence[Tensor]:
-    """A list of tensors, given as such or in a list."""
+    """A list of tensors, given as such or inside a list of one."""
     inside: Sequence[Tensor] = tensors
     return inside if not inside or isinstance(inside[0], Tensor) else single(inside, what)
 

@@ -1,8 +1,8 @@
-"""Heralds: the threads of a group that look after works whose end has to be noticed.
+"""A group's herald: its threads look after works whose end has to be noticed.
 
 The kernel finishes jobs on its own thread, without Python. Where Python has something left to do at that moment (set a
-future, copy a result back to a strided tensor, end a profiler's event), a herald does it; the first one starts with the
-first such work, and nobody pays for it otherwise.
+future, copy a result back to a strided tensor, end a profiler's event), a thread of the herald does it. The first
+thread starts with the first such work, so nobody else pays for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline import threads
 
 # One thread waits for jobs, and one takes over while that one runs callbacks.
 _KEPT = 2
-# It may be running callbacks of the user.
+# How long a thread may take to end, because it may be running callbacks of the user.
 _END_S = 5.0
 
 

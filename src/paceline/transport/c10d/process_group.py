@@ -85,7 +85,7 @@ class ShmProcessGroup(GroupFacts):
             return self._all_reduce([tensor], opts)
         # Options that nobody gave a time-out have a negative one.
         timeout_s = self._timeout_s if opts.timeout.days < 0 else self._limit_s(opts)
-        # This comes before the attempt, which counts even if it raises, as it does on ranks that take the other path.
+        # This comes before the attempt: one that raises counts, too, as it does on ranks that take the other path.
         self._sequence += 1
         if self._all_reduce_here(tensor, reduce_op, timeout_s):
             return ENDED

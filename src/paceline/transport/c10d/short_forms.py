@@ -21,7 +21,7 @@ def default(kind: type) -> Any:
 def options(
     kind: type, given: Any, *, timeout: timedelta | None = None, op: Any = None, root: int | None = None
 ) -> Any:
-    """``given`` if it is an options object already; else an options object with what was given instead."""
+    """``given`` if it is an options object already; else an options object that is made of what was given."""
     if isinstance(given, kind):
         return given
     if isinstance(given, timedelta):

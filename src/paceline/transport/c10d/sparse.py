@@ -12,14 +12,14 @@ from paceline.errors import BadCollectiveError, DisagreementError
 from paceline.transport.shm.codes import Op
 
 _MAX_DIMS = 16
-# Before the indices and values of a rank: its number of rows, sparse and dense dimensions, and its shape.
+# These precede a rank's indices and values: the numbers of rows, sparse and dense dimensions, and the shape.
 _HEAD = 3 + _MAX_DIMS
 # The head, the indices and the values each begin at a multiple of the largest element size.
 _GRAIN = 16
 
 
 class SparseSum:
-    """One sum, on rank ``rank`` of those with ``names``. Its tensor travels as one piece of bytes, ``sent``."""
+    """One sum, on rank ``rank``; errors call ranks by ``names``. Its tensor travels as one piece of bytes, ``sent``."""
 
     def __init__(self, tensor: Tensor, *, op: int, rank: int, names: Sequence[int]) -> None:
         if tensor.layout is not torch.sparse_coo:
@@ -28,7 +28,7 @@ class SparseSum:
             raise BadCollectiveError(
                 "shm all_reduce: unsupported reduction operation: sparse tensors can only be summed"
             )
-        # A sum is left in a sparse tensor by giving it other rows, and rows that a view gets do not show in its base.
+        # A sparse tensor takes a sum by getting other rows. A view's new rows do not show in its base: both get them.
         self._view = tensor
         tensor = _behind(tensor)
         if tensor.dim() > _MAX_DIMS:
