@@ -20,7 +20,7 @@ from paceline.control import Agreement, Channel, hang, sign_in
 from paceline.control.agree import WORD_LIMIT_BYTES, Line
 from paceline.control.board import Board
 from paceline.control.store_line import Patience, StoreLine
-from paceline.control.tensor_line import SLOT_BYTES, TensorLine
+from paceline.control.tensor_line import ROW_BYTES, TensorLine
 from paceline.control.wire import LIMIT_BYTES
 from paceline.errors import BadArgumentError, BadTypeError, RankLostError
 from paceline.settings import HangWatch
@@ -62,7 +62,7 @@ def _agree(rank: int, size: int, kind: str) -> list[Agreement]:
     large = line.agree("large", bytes([rank]) * WORD_LIMIT_BYTES, timeout_s=60)
     assert large.values == tuple(bytes([r]) * WORD_LIMIT_BYTES for r in range(size))
     # Around the length up to which a word goes in one hop, of one rank or of all.
-    for n_bytes in range(SLOT_BYTES - 40, SLOT_BYTES + 1):
+    for n_bytes in range(ROW_BYTES - 40, ROW_BYTES + 1):
         found = line.agree("slots", b"x" * n_bytes, b"y" * (rank == 0), timeout_s=60)
         assert found.words == tuple((b"x" * n_bytes, b"y" * (r == 0)) for r in range(size))
     words = [line.agree("words", f"{word} of {rank}", rank, b"", timeout_s=60) for word in ("first", "second")]
@@ -88,7 +88,7 @@ def test_a_word_that_is_of_another_round_damaged_or_too_long_is_refused() -> Non
         told.append(bytes(mine.tolist()))
         for row in rows:
             row.copy_(mine)
-        damaged = {1: told[0], 2: told[-1][:-1] + b"\x01", 3: b"\xff" * SLOT_BYTES}
+        damaged = {1: told[0], 2: told[-1][:-1] + b"\x01", 3: b"\xff" * ROW_BYTES}
         rows[1].copy_(torch.tensor(list(damaged[len(told) - 1] if len(told) > 1 else told[0]), dtype=torch.uint8))
 
     line = TensorLine(all_gather, name="job", rank=0, size=2)

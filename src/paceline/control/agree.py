@@ -1,6 +1,6 @@
 """*Agree*: every rank brings a word, and all ranks learn the same thing: every word, and which ranks are missing.
 
-This is the only way in which the words of all ranks are gathered. The encoding, the bounds, the numbering of rounds and
+This is the only way in which the words of all ranks are gathered. The encoding, the bounds, the numbering of turns and
 the refusal of bytes that are not a message are written here, once. What differs is the *line* that words travel over:
 
 - `StoreLine` goes over the store. It needs no connection between ranks, so that it works before there is one and after
@@ -71,7 +71,7 @@ class Line(ABC):
         self.size = size
         self._name = name
         self._limit_bytes = limit_bytes + ENCODING_BYTES
-        self._rounds: dict[str, int] = {}
+        self._turns: dict[str, int] = {}
         self._reader = wire.Reader()
 
     def agree(self, topic: str, *word: Item, timeout_s: float) -> Agreement:
@@ -79,7 +79,7 @@ class Line(ABC):
         _check(topic, word)
         if self.size == 1:
             return Agreement(topic, (word,))
-        turn = self._rounds[topic] = self._rounds.get(topic, -1) + 1
+        turn = self._turns[topic] = self._turns.get(topic, -1) + 1
         places = [f"{self._name}/{topic}/{turn}/{rank}" for rank in range(self.size)]
         try:
             mine = wire.encode(MessageKind.WORD, word, place=places[self.rank], limit_bytes=self._limit_bytes)

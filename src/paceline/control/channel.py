@@ -115,7 +115,7 @@ class Channel:
     def agree(self, topic: str, value: int | bytes, *, timeout_s: float | None = None) -> Agreement:
         """Bring ``value`` and learn what every rank of the group brought. All ranks get the same answer.
 
-        Ranks must agree in the same order, from one thread at a time. Topics should be few, because the last round of
+        Ranks must agree in the same order, from one thread at a time. Topics should be few, because the last words of
         each stays in the store. What varies belongs in the value, which is a 64-bit integer or at most
         `WORD_LIMIT_BYTES` bytes. Agree on a digest of anything longer.
 

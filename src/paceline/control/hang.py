@@ -1,8 +1,8 @@
 """The hang watch: one thread per process, which says where its rank is and asks the others when nothing happens.
 
 An *inquiry* is a number that somebody counts up in the store. Every rank's thread looks at it now and then, and puts up
-its position together with that number. This answers all inquiries up to that number. The rank that asked reads the
-positions, and looks at the files and processes of ranks that do not answer. None of this is on the path of a step: the
+its whereabouts together with that number. This answers all inquiries up to that number. The rank that asked reads the
+answers, and looks at the files and processes of ranks that do not answer. None of this is on the path of a step: the
 thread has a connection to the store of its own.
 """
 
@@ -90,13 +90,13 @@ class Inquiries:
             number = self.board.add("inquiries", 1)
             while None in found.values() and time.monotonic() < deadline:
                 (meanwhile or self.answer)()
-                for rank, position in found.items():
-                    if position is None:
+                for rank, answer in found.items():
+                    if answer is None:
                         found[rank] = self._answer_of(rank, number) or self._of_the_dead(rank)
                 time.sleep(20e-3)
         except dist.DistError:
-            return self.read_files() | {rank: position for rank, position in found.items() if position is not None}
-        return {rank: position or self._from_file(rank) for rank, position in found.items()}
+            return self.read_files() | {rank: answer for rank, answer in found.items() if answer is not None}
+        return {rank: answer or self._from_file(rank) for rank, answer in found.items()}
 
     def read_files(self) -> dict[int, Whereabouts | None]:
         """Where every rank is according to files and processes, for when the store does not answer. Nobody is asked."""
@@ -115,9 +115,9 @@ class Inquiries:
 
     def report_own_collective(self, meanwhile: Callable[[], None]) -> Diagnosis | None:
         """The report, if this rank is in a collective of the user's; None if a lower rank is in one, and reports it."""
-        positions = self.ask(meanwhile)
-        waiting = [rank for rank, position in positions.items() if position and position.activity == OWN_COLLECTIVE]
-        return explain(positions, self._size) if self.rank <= min(waiting, default=self.rank) else None
+        answers = self.ask(meanwhile)
+        waiting = [rank for rank, answer in answers.items() if answer and answer.activity == OWN_COLLECTIVE]
+        return explain(answers, self._size) if self.rank <= min(waiting, default=self.rank) else None
 
     def gone(self) -> list[int]:
         """The ranks of this host whose processes have ended."""

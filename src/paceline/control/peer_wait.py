@@ -172,10 +172,10 @@ class PeerWait(Waiter):
         except dist.DistError:
             # The store may be gone as well, perhaps with the lost rank. Then only files and processes can tell.
             store_answers = False
-        positions = channel.inquiries.ask(within_s=GRACE_S) if store_answers else channel.inquiries.read_files()
-        report = explain(positions, channel.size)
+        answers = channel.inquiries.ask(within_s=GRACE_S) if store_answers else channel.inquiries.read_files()
+        report = explain(answers, channel.size)
         parted = report if report.parted else None
-        lost = list(parted.ranks) if parted is not None else self._who_is_lost(positions, deadline, guess=not of_store)
+        lost = list(parted.ranks) if parted is not None else self._who_is_lost(answers, deadline, guess=not of_store)
         if len(lost) == 1:
             # The others hear it from here, because their own connections may be to ranks that go on waiting.
             gone = f"Rank {lost[0]} is gone: its process has ended, or its connection broke"
@@ -194,7 +194,7 @@ class PeerWait(Waiter):
             rank=lost[0] if len(lost) == 1 else None,
         )
 
-    def _who_is_lost(self, positions: dict[int, Whereabouts | None], deadline: float, *, guess: bool) -> list[int]:
+    def _who_is_lost(self, answers: dict[int, Whereabouts | None], deadline: float, *, guess: bool) -> list[int]:
         """The ranks that are known to have ended. If there are none, ``guess`` takes those without a sign of life."""
         channel = self._channel
         others = [rank for rank in range(channel.size) if rank != channel.rank]
@@ -205,7 +205,7 @@ class PeerWait(Waiter):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        answered = {rank for rank, position in positions.items() if position is not None and not position.silent}
+        answered = {rank for rank, answer in answers.items() if answer is not None and not answer.silent}
         known = answered.union(channel.survivors(), filter(channel.inquiries.is_running, others))
         return [rank for rank in others if rank not in known] if guess else []
 

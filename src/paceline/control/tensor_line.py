@@ -1,4 +1,4 @@
-"""The line over an all-gather of byte tensors: one hop for words that fit into a slot, and two if one does not.
+"""The line over an all-gather of byte tensors: one hop for words that fit into a row, and two if one does not.
 
 The all-gather is whatever the ranks are connected by: a backend such as gloo, or shared memory.
 """
@@ -17,7 +17,7 @@ from paceline.control.agree import ENCODING_BYTES, WORD_LIMIT_BYTES, Line
 AllGather = Callable[[Tensor, list[Tensor], float], object]
 """Takes this rank's bytes, tensors for everybody's, and how many seconds it may take; returns when all have come."""
 
-SLOT_BYTES = 256
+ROW_BYTES = 256
 _LENGTH = struct.Struct("<I")
 
 
@@ -33,12 +33,12 @@ class TensorLine(Line):
 
     def gather(self, topic: str, turn: int, word: bytes, *, timeout_s: float) -> list[bytes | None]:
         """Returns when all ranks have come. Whatever the all-gather raises is raised."""
-        rows = self._exchange(slot(word[: SLOT_BYTES - _LENGTH.size], SLOT_BYTES, length=len(word)), timeout_s)
+        rows = self._exchange(row_of(word[: ROW_BYTES - _LENGTH.size], ROW_BYTES, length=len(word)), timeout_s)
         lengths = [_LENGTH.unpack_from(row)[0] for row in rows]
         # All ranks know the same lengths, so that nobody waits for a second hop that another rank does not take.
         allowed = [length if length <= self._longest_bytes else 0 for length in lengths]
-        if max(allowed) + _LENGTH.size > SLOT_BYTES:
-            rows = self._exchange(slot(word, max(allowed) + _LENGTH.size), timeout_s)
+        if max(allowed) + _LENGTH.size > ROW_BYTES:
+            rows = self._exchange(row_of(word, max(allowed) + _LENGTH.size), timeout_s)
         return [row[_LENGTH.size :][:length] or None for row, length in zip(rows, allowed, strict=True)]
 
     def _exchange(self, mine: Tensor, timeout_s: float) -> list[bytes]:
@@ -47,14 +47,14 @@ class TensorLine(Line):
         return [row.numpy().tobytes() for row in everybodys]
 
 
-def slot(word: bytes, n_bytes: int, *, length: int | None = None) -> Tensor:
+def row_of(word: bytes, n_bytes: int, *, length: int | None = None) -> Tensor:
     """A tensor of ``n_bytes`` with ``word`` and its length. ``length`` is given if ``word`` is only its beginning."""
     data = _LENGTH.pack(len(word) if length is None else length) + word
-    assert len(data) <= n_bytes, f"{len(data)} bytes do not fit into a slot of {n_bytes}"
+    assert len(data) <= n_bytes, f"{len(data)} bytes do not fit into a row of {n_bytes}"
     return torch.frombuffer(bytearray(data.ljust(n_bytes, b"\0")), dtype=torch.uint8)
 
 
 def word_in(row: Tensor) -> bytes:
-    """The word in a slot."""
+    """The word in a row."""
     data = row.numpy().tobytes()
     return data[_LENGTH.size :][: _LENGTH.unpack_from(data)[0]]

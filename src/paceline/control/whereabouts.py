@@ -109,12 +109,10 @@ class Diagnosis:
         return "\n  ".join([self.cause, *self.lines])
 
 
-def explain(positions: Mapping[int, Whereabouts | None], size: int) -> Diagnosis:
-    """Explain the positions of the ranks: where they first parted, or who is behind, and in what."""
-    known = {rank: position for rank, position in positions.items() if position is not None}
-    lines = [
-        f"rank {rank}: collective {position.started}; {position.where()}" for rank, position in sorted(known.items())
-    ]
+def explain(answers: Mapping[int, Whereabouts | None], size: int) -> Diagnosis:
+    """Explain where the ranks are: where they first parted, or who is behind, and in what."""
+    known = {rank: answer for rank, answer in answers.items() if answer is not None}
+    lines = [f"rank {rank}: collective {answer.started}; {answer.where()}" for rank, answer in sorted(known.items())]
     unknown = tuple(rank for rank in range(size) if rank not in known)
     lines += [f"rank {rank}: nothing is known of it; it has no wrapper yet, or has deleted it" for rank in unknown]
     parted = _divergence(known)
@@ -124,7 +122,7 @@ def explain(positions: Mapping[int, Whereabouts | None], size: int) -> Diagnosis
 
 def _divergence(known: dict[int, Whereabouts]) -> tuple[str, tuple[int, ...]] | None:
     """The first collective that is not the same on all ranks that have started it."""
-    for number in sorted({number for position in known.values() for number in position.recent}):
+    for number in sorted({number for answer in known.values() for number in answer.recent}):
         told = {rank: p.recent[number] for rank, p in known.items() if number in p.recent}
         kinds = Counter(told.values())
         if len(kinds) > 1:
@@ -152,11 +150,11 @@ def _behind(known: dict[int, Whereabouts], unknown: tuple[int, ...]) -> tuple[st
                 where = known[ranks[0]].where() if ranks[0] in known else "says nothing"
                 return f"All ranks have started collective {last}; rank {ranks[0]} {where}.", ranks
         return f"All ranks wait in collective {last}, which does not end.", ()
-    leader, position = next(iter(ahead.items()))
-    wanted = position.recent.get(last + 1, f"collective {last + 1}")
+    first, answer = next(iter(ahead.items()))
+    wanted = answer.recent.get(last + 1, f"collective {last + 1}")
     rank, laggard = next(iter(behind.items()))
     others = f" (nor has rank {', '.join(map(str, list(behind)[1:]))})" if len(behind) > 1 else ""
     return (
-        f"Rank {rank} has not started {wanted}, for which rank {leader} waits{others}: it {laggard.where()}.",
+        f"Rank {rank} has not started {wanted}, for which rank {first} waits{others}: it {laggard.where()}.",
         tuple(behind),
     )

@@ -5,7 +5,7 @@ A bucket's flat buffer is the only memory that a gradient has at rest: ``param.g
 storage. While a synchronised backward runs, each gradient that becomes ready is *absorbed* into its bucket, and
 ``param.grad`` is taken away. The averaged gradient is handed back when the backward ends. So autograd can never add
 to a buffer that is being sent. A contribution that comes after its bucket has left finds no ``param.grad``, lands in
-a tensor of its own, and is sent in a second round (see [Note: late gradients] in reduction/backward.py).
+a tensor of its own, and is sent by itself (see [Note: late gradients] in reduction/backward.py).
 """
 
 from __future__ import annotations

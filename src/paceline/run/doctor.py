@@ -73,9 +73,9 @@ def _print_wrapper(records: list[Record], path: Path, out: TextIO, *, group: str
         first = min(failed, key=lambda record: (_is_echo(record.failed), record.alive_at))
         print(f"  first cause: {_first_line(first.failed)}", file=out)
         return
-    positions = {record.rank: of_record(record, path, running="runs", ask=ask) for record in records}
-    if any(position.waiting or position.silent != "runs" for position in positions.values()):
-        print(f"  {explain(positions, size).cause}", file=out)
+    answers = {record.rank: of_record(record, path, running="runs", ask=ask) for record in records}
+    if any(answer.waiting or answer.silent != "runs" for answer in answers.values()):
+        print(f"  {explain(answers, size).cause}", file=out)
 
 
 def _first_line(text: str) -> str:

@@ -261,7 +261,7 @@ def _in_flight(pending: list[Tensor]) -> None:
 
 
 def _arrive(pending: list[Tensor]) -> list[Tensor]:
-    """Wait for results of the operators above. [Note: collectives in the order of the program] says why not with ``wait_tensor``."""
+    """Wait for results of the operators above ([Note: collectives in the order of the program])."""
     return [_copied(_torch.wait_tensor(tensor)) for tensor in pending]
 
 

@@ -18,7 +18,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class Packing:
-    """The plain stand-ins of a collective's tensors. Plain tensors stand for themselves."""
+    """The plain forms of a collective's tensors. Plain tensors stand for themselves."""
 
     __slots__ = ("_back",)
 
@@ -26,7 +26,7 @@ class Packing:
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The stand-in of a tensor that is only read."""
+        """The plain form of a tensor that is only read."""
         if type(tensor) is not Tensor:
             tensor = _torch.settle_async_tensor(tensor)
         if not is_plain(tensor):
@@ -34,15 +34,15 @@ class Packing:
         return tensor
 
     def write(self, tensor: Tensor) -> Tensor:
-        """The stand-in of a tensor that is only written."""
+        """The plain form of a tensor that is only written."""
         return self._written(tensor, with_contents=False)
 
     def update(self, tensor: Tensor) -> Tensor:
-        """The stand-in of a tensor that is read and written."""
+        """The plain form of a tensor that is read and written."""
         return self._written(tensor, with_contents=True)
 
     def read_apart(self, tensor: Tensor, outputs: Iterable[Tensor]) -> Tensor:
-        """The stand-in of a tensor that is read while ``outputs``, which may be on the same memory, are written."""
+        """The plain form of a tensor that is read while ``outputs``, which may be on the same memory, are written."""
         packed = self.read(tensor)
         if any(_overlap(packed, output) for output in outputs):
             packed = packed.clone()

@@ -46,7 +46,7 @@ _STAND_IN_DTYPES = {
 }
 
 
-# The description of a collective is cut to fit into a slot of the line, so that comparing takes one exchange.
+# The description of a collective is cut to fit into a row of the line, so that comparing takes one exchange.
 _WHAT_CHARACTERS = 128
 
 

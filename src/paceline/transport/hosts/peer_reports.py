@@ -25,13 +25,13 @@ from torch import Tensor
 
 from paceline import threads
 from paceline.control import wire
-from paceline.control.tensor_line import slot, word_in
+from paceline.control.tensor_line import row_of, word_in
 from paceline.control.wire import MessageKind
 from paceline.errors import DisagreementError, PacelineError, PeerError, PeerFailedError, RankLostError
 from paceline.transport.hosts.messages import close_connections
 
 # A message takes this much room. The text of a report is cut: a character takes 6 bytes at most.
-_SLOT_BYTES = 4096
+_ROW_BYTES = 4096
 _TEXT_CHARACTERS = 400
 # A connection is silent for as long as all goes well.
 _SILENCE = timedelta(days=1000)
@@ -74,7 +74,7 @@ class Report:
         """The message in which rank ``sender`` of the group tells it."""
         blamed = -1 if self.rank is None else self.rank
         said = self.said[:_TEXT_CHARACTERS]
-        return slot(wire.encode(MessageKind.REPORT, blamed, self.why, said, place=_place(sender)), _SLOT_BYTES)
+        return row_of(wire.encode(MessageKind.REPORT, blamed, self.why, said, place=_place(sender)), _ROW_BYTES)
 
     @classmethod
     def decode(cls, message: Tensor, sender: int, name: int) -> Report:
@@ -99,8 +99,8 @@ class PeerReports:
         self._gloo = gloo
         self._rank = rank
         self._names = names
-        slots = {other: torch.zeros(_SLOT_BYTES, dtype=torch.uint8) for other in range(len(names)) if other != rank}
-        self._expected = {other: (self._gloo.recv([message], other, 0), message) for other, message in slots.items()}
+        rows = {other: torch.zeros(_ROW_BYTES, dtype=torch.uint8) for other in range(len(names)) if other != rank}
+        self._expected = {other: (self._gloo.recv([message], other, 0), message) for other, message in rows.items()}
         self._heard = _Heard()
         self._lock = threading.Lock()
         self._listeners: list[threads.Thread] = []

@@ -32,14 +32,14 @@ void pl_post_end(pl_post *post, pl_job *job) {
 
 /* -- bells --------------------------------------------------------------------------------------------------------- */
 
-static void ring_bell(pl_slot *slot) {
-    if (!atomic_load_explicit(&slot->listening, memory_order_seq_cst)) return;
-    atomic_fetch_add_explicit(&slot->bell, 1, memory_order_seq_cst);
-    pl_wake_all(&slot->bell);
+static void ring_bell(pl_seat *seat) {
+    if (!atomic_load_explicit(&seat->listening, memory_order_seq_cst)) return;
+    atomic_fetch_add_explicit(&seat->bell, 1, memory_order_seq_cst);
+    pl_wake_all(&seat->bell);
 }
 
 void pl_ring_all_bells(pl_endpoint *ep) {
-    for (int r = 0; r < ep->size; r++) ring_bell(pl_slot_of(ep, r));
+    for (int r = 0; r < ep->size; r++) ring_bell(pl_seat_of(ep, r));
 }
 
 /* -- sending ------------------------------------------------------------------------------------------------------- */
@@ -72,7 +72,7 @@ static int push_out(pl_endpoint *ep, pl_post *post, int to) {
         pl_list_remove(&post->sends[to], job);
         pl_post_end(post, job);
     }
-    if (moved) ring_bell(pl_slot_of(ep, to));
+    if (moved) ring_bell(pl_seat_of(ep, to));
     return moved;
 }
 
@@ -179,7 +179,7 @@ static int pull_in(pl_endpoint *ep, pl_post *post, int source) {
         if (in->done < in->header.nbytes) break;
         end_message(post, in);
     }
-    if (moved) ring_bell(pl_slot_of(ep, source));
+    if (moved) ring_bell(pl_seat_of(ep, source));
     return moved;
 }
 
@@ -196,15 +196,15 @@ int pl_post_move(pl_endpoint *ep, pl_post *post) {
 }
 
 void pl_post_sleep(pl_endpoint *ep, pl_post *post) {
-    pl_slot *slot = pl_slot_of(ep, ep->rank);
-    atomic_fetch_add_explicit(&slot->listening, 1, memory_order_seq_cst);
-    uint32_t seen = atomic_load_explicit(&slot->bell, memory_order_seq_cst);
+    pl_seat *seat = pl_seat_of(ep, ep->rank);
+    atomic_fetch_add_explicit(&seat->listening, 1, memory_order_seq_cst);
+    uint32_t seen = atomic_load_explicit(&seat->bell, memory_order_seq_cst);
     if (!pl_post_move(ep, post) && post->pending) {
         pthread_mutex_unlock(&post->lock);
-        pl_sleep_on(&slot->bell, seen, PL_NAP_NS);
+        pl_sleep_on(&seat->bell, seen, PL_NAP_NS);
         pthread_mutex_lock(&post->lock);
     }
-    atomic_fetch_sub_explicit(&slot->listening, 1, memory_order_seq_cst);
+    atomic_fetch_sub_explicit(&seat->listening, 1, memory_order_seq_cst);
 }
 
 /* -- jobs that come and go ----------------------------------------------------------------------------------------- */

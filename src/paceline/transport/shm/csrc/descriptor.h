@@ -19,12 +19,12 @@ static inline pl_descriptor pl_descriptor_of(const pl_job *job) {
 
 /* Say what this rank is about to do. Other ranks may read it after the gate of this round. */
 static inline void post_descriptor(pl_endpoint *ep, pl_descriptor d) {
-    pl_slot_of(ep, ep->rank)->descriptor[ep->round & 1] = d;
+    pl_seat_of(ep, ep->rank)->descriptor[ep->round & 1] = d;
     pl_fault(PL_AT_POSTED);
 }
 
 static inline const pl_descriptor *posted_descriptor(const pl_endpoint *ep, int rank) {
-    return &pl_slot_of(ep, rank)->descriptor[ep->round & 1];
+    return &pl_seat_of(ep, rank)->descriptor[ep->round & 1];
 }
 
 /* In words, such as "all_reduce(SUM, 1024 x float32)", for messages. */

@@ -98,7 +98,7 @@ void pl_settle_spin(pl_endpoint *ep) {
     int n = 0;
     if (atomic_load_explicit(&ep->has_spin, memory_order_relaxed)) return;
     for (int r = 0; r < ep->size; r++)
-        if (atomic_load_explicit(&pl_slot_of(ep, r)->state, memory_order_acquire) == PL_ABSENT) return;
+        if (atomic_load_explicit(&pl_seat_of(ep, r)->state, memory_order_acquire) == PL_ABSENT) return;
     for (int w = 0; w < PL_CPU_WORDS; w++)
         n += __builtin_popcountll(atomic_load_explicit(&ep->header->cpus[w], memory_order_relaxed));
     atomic_store(&ep->inline_spin_ns, n >= ep->size ? INLINE_SPIN_NS : 0);
@@ -114,7 +114,7 @@ static const char *join(pl_endpoint *ep) {
         ep->next_open = open_endpoints;
         open_endpoints = ep;
         add_cpus(ep->header);
-        atomic_store_explicit(&pl_slot_of(ep, ep->rank)->state, PL_JOINED, memory_order_release);
+        atomic_store_explicit(&pl_seat_of(ep, ep->rank)->state, PL_JOINED, memory_order_release);
     }
     pthread_mutex_unlock(&open_lock);
     return refused;
@@ -190,7 +190,7 @@ static void leave(pl_endpoint *ep) {
         }
     pthread_mutex_unlock(&open_lock);
     /* The state changes before the lock is let go: whoever finds the lock free must not take us for dead. */
-    atomic_store_explicit(&pl_slot_of(ep, ep->rank)->state, PL_GONE, memory_order_release);
+    atomic_store_explicit(&pl_seat_of(ep, ep->rank)->state, PL_GONE, memory_order_release);
     pl_wake_all(&ep->header->arrivals);
     pl_ring_all_bells(ep);
 }

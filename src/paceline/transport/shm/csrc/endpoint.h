@@ -107,7 +107,7 @@ struct pl_endpoint {
 
 /* -- where things are ---------------------------------------------------------------------------------------------- */
 
-static inline pl_slot *pl_slot_of(const pl_endpoint *ep, int rank) { return &ep->header->slots[rank]; }
+static inline pl_seat *pl_seat_of(const pl_endpoint *ep, int rank) { return &ep->header->seats[rank]; }
 
 /* The half of a rank's staging area that belongs to a round. */
 static inline unsigned char *pl_staging(const pl_endpoint *ep, int rank, uint64_t round) {

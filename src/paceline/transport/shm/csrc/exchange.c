@@ -9,10 +9,10 @@
 
 /* Say how much this rank sends to each rank and expects from each. */
 static void post_tables(pl_endpoint *ep, const pl_job *job) {
-    pl_slot *slot = pl_slot_of(ep, ep->rank);
+    pl_seat *seat = pl_seat_of(ep, ep->rank);
     for (int r = 0; r < ep->size; r++) {
-        slot->out[ep->round & 1][r] = job->send_sizes[job->same ? 0 : r];
-        slot->in[ep->round & 1][r] = job->recv_sizes ? job->recv_sizes[r] : 0;
+        seat->out[ep->round & 1][r] = job->send_sizes[job->same ? 0 : r];
+        seat->in[ep->round & 1][r] = job->recv_sizes ? job->recv_sizes[r] : 0;
     }
 }
 
@@ -33,7 +33,7 @@ static int tables_match(pl_endpoint *ep, pl_job *job, uint64_t *largest) {
     *largest = 0;
     for (int s = 0; s < ep->size; s++)
         for (int d = 0; d < ep->size; d++) {
-            uint64_t out = pl_slot_of(ep, s)->out[half][d], in = pl_slot_of(ep, d)->in[half][s];
+            uint64_t out = pl_seat_of(ep, s)->out[half][d], in = pl_seat_of(ep, d)->in[half][s];
             if (out != in) {
                 char what[100];
                 pl_describe(posted_descriptor(ep, s), what, sizeof what);
@@ -53,7 +53,7 @@ static int make_room(pl_endpoint *ep, pl_job *job, uint64_t *largest) {
     uint64_t *recvs = job->tables + 2 * n, *sizes = job->tables + 3 * n, all = 0;
     *largest = 0;
     for (int s = 0; s < ep->size; s++) {
-        sizes[s] = pl_slot_of(ep, s)->out[ep->round & 1][s];
+        sizes[s] = pl_seat_of(ep, s)->out[ep->round & 1][s];
         recvs[s] = all; /* an offset, until there is an address to add it to */
         all += pl_round_up(sizes[s], GRAIN_BYTES);
         if (sizes[s] > *largest) *largest = sizes[s];
@@ -132,7 +132,7 @@ static int counts_match(pl_endpoint *ep, pl_job *job) {
     const uint64_t half = ep->round & 1;
     for (int s = 1; s < ep->size; s++)
         for (int d = 0; d < ep->size; d++) {
-            uint64_t a = pl_slot_of(ep, 0)->out[half][d], b = pl_slot_of(ep, s)->out[half][d];
+            uint64_t a = pl_seat_of(ep, 0)->out[half][d], b = pl_seat_of(ep, s)->out[half][d];
             if (a == b) continue;
             char what[100];
             pl_describe(posted_descriptor(ep, s), what, sizeof what);

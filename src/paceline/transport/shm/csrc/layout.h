@@ -1,7 +1,7 @@
 /* What is in the control segment.
  *
  *     +--------+---------+------------------------------+---------------------------+
- *     | header | slots   | staging: rank 0 | 1 | ...    | rings: 0>0 0>1 ... W>W    |
+ *     | header | seats   | staging: rank 0 | 1 | ...    | rings: 0>0 0>1 ... W>W    |
  *     +--------+---------+------------------------------+---------------------------+
  *
  * [Note: rounds]
@@ -57,7 +57,7 @@ typedef struct {
 enum pl_state { PL_ABSENT, PL_JOINED, PL_GONE };
 
 typedef struct {
-    /* Written by the owner of the slot only. */
+    /* Written by the owner of the seat only. */
     PL_ALIGNED _Atomic uint32_t round; /* the last it arrived at, to see who is missing; orders nothing */
     _Atomic uint32_t state;
     /* Halves, as in [Note: rounds]. */
@@ -70,7 +70,7 @@ typedef struct {
     /* Rung by others when a ring from or to this rank has moved (delivery.c). */
     PL_ALIGNED _Atomic uint32_t bell;
     _Atomic uint32_t listening; /* somebody sleeps on the bell */
-} pl_slot;
+} pl_seat;
 
 typedef struct {
     uint64_t magic;
@@ -85,7 +85,7 @@ typedef struct {
     _Atomic uint32_t sleepers;
     /* CPUs that some rank may run on. A rank adds its own before its state is PL_JOINED. */
     PL_ALIGNED _Atomic uint64_t cpus[PL_CPU_WORDS];
-    PL_ALIGNED pl_slot slots[];
+    PL_ALIGNED pl_seat seats[];
 } pl_header;
 
 /* One direction between two ranks: bytes, one writer, one reader. Counters only grow; their difference is what is in
@@ -111,7 +111,7 @@ static inline uint64_t pl_ring_bytes(int size) {
 static inline uint64_t pl_round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 static inline uint64_t pl_staging_at(int size) {
-    return pl_round_up(sizeof(pl_header) + (uint64_t)size * sizeof(pl_slot), 4096);
+    return pl_round_up(sizeof(pl_header) + (uint64_t)size * sizeof(pl_seat), 4096);
 }
 
 static inline uint64_t pl_rings_at(int size) { return pl_staging_at(size) + (uint64_t)size * 2 * pl_half_bytes(size); }

@@ -38,8 +38,8 @@ static int has_come_too_late(pl_endpoint *ep, pl_job *job) {
 /* A recv from any rank goes on when one rank has left the group, as long as others are there. */
 static int can_do_without(const pl_endpoint *ep, int rank) {
     int others = 0;
-    if (atomic_load(&pl_slot_of(ep, rank)->state) != PL_GONE) return 0;
-    for (int r = 0; r < ep->size; r++) others += r != ep->rank && atomic_load(&pl_slot_of(ep, r)->state) != PL_GONE;
+    if (atomic_load(&pl_seat_of(ep, rank)->state) != PL_GONE) return 0;
+    for (int r = 0; r < ep->size; r++) others += r != ep->rank && atomic_load(&pl_seat_of(ep, r)->state) != PL_GONE;
     return others > 0;
 }
 

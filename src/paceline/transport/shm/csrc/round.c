@@ -31,7 +31,7 @@ static int reached(uint32_t arrivals, uint32_t target) { return (int32_t)(arriva
 static int arrive(pl_endpoint *ep) {
     pl_header *h = ep->header;
     pl_fault(PL_AT_BEFORE_PUBLISH);
-    atomic_store_explicit(&pl_slot_of(ep, ep->rank)->round, (uint32_t)ep->round, memory_order_relaxed);
+    atomic_store_explicit(&pl_seat_of(ep, ep->rank)->round, (uint32_t)ep->round, memory_order_relaxed);
     uint32_t now = atomic_fetch_add_explicit(&h->arrivals, 1, memory_order_seq_cst) + 1;
     int last = now == gate_target(ep);
     if (last && atomic_load_explicit(&h->sleepers, memory_order_seq_cst)) pl_wake_all(&h->arrivals);
@@ -117,7 +117,7 @@ int pl_pass(pl_endpoint *ep, pl_job *job) {
 /* -- what ends all waiting ----------------------------------------------------------------------------------------- */
 
 static int is_missing(const pl_endpoint *ep, int rank) {
-    uint32_t at = atomic_load_explicit(&pl_slot_of(ep, rank)->round, memory_order_relaxed);
+    uint32_t at = atomic_load_explicit(&pl_seat_of(ep, rank)->round, memory_order_relaxed);
     return (int32_t)(at - (uint32_t)ep->round) < 0;
 }
 
@@ -143,7 +143,7 @@ static void what_it_does(const pl_job *job, char *text, uint64_t bytes) {
 
 int pl_is_there(pl_endpoint *ep, pl_job *job, int rank) {
     char what[128], text[PL_CAUSE_BYTES];
-    uint32_t state = atomic_load_explicit(&pl_slot_of(ep, rank)->state, memory_order_acquire);
+    uint32_t state = atomic_load_explicit(&pl_seat_of(ep, rank)->state, memory_order_acquire);
     if (state == PL_JOINED && is_alive(ep, rank)) return 1;
     if (state == PL_ABSENT) return 1; /* still starting: the deadline decides */
     what_it_does(job, what, sizeof what);
@@ -211,8 +211,8 @@ static int fail_with_poison(pl_endpoint *ep, pl_job *job) {
         pl_job_fail(job, PL_POISONED, -1, "the control segment was overwritten");
         return 1;
     }
-    const pl_slot *slot = pl_slot_of(ep, reporter);
-    pl_job_fail(job, (enum pl_status)(word & 0xff), slot->blamed, "%.*s", PL_CAUSE_BYTES - 1, slot->cause);
+    const pl_seat *seat = pl_seat_of(ep, reporter);
+    pl_job_fail(job, (enum pl_status)(word & 0xff), seat->blamed, "%.*s", PL_CAUSE_BYTES - 1, seat->cause);
     return 1;
 }
 
@@ -228,8 +228,8 @@ int pl_still_fine(pl_endpoint *ep, pl_job *job) {
 void pl_set_poison(pl_endpoint *ep, enum pl_status status, int blamed, const char *text) {
     if (!atomic_exchange(&ep->has_poisoned, 1)) {
         uint32_t none = 0, word = (uint32_t)status | (uint32_t)(ep->rank + 1) << 8;
-        snprintf(pl_slot_of(ep, ep->rank)->cause, PL_CAUSE_BYTES, "%s", text);
-        pl_slot_of(ep, ep->rank)->blamed = blamed;
+        snprintf(pl_seat_of(ep, ep->rank)->cause, PL_CAUSE_BYTES, "%s", text);
+        pl_seat_of(ep, ep->rank)->blamed = blamed;
         atomic_compare_exchange_strong_explicit(&ep->header->poison, &none, word, memory_order_release,
                                                 memory_order_relaxed);
     } else {
