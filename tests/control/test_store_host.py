@@ -94,6 +94,8 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     host, beside = _join(rank, size, directory)
     ddp = DDP(nn.Linear(4, 2)) if where == "training" else None
     line = ddp.channel if ddp is not None else Channel(dist.group.WORLD)
+    # Before it is stopped, rank 0 has said which process it is: its channel does that.
+    dist.barrier()
     for _ in range(2):
         if ddp is not None:
             _step(ddp)

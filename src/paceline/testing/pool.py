@@ -179,8 +179,9 @@ class RankPool:
             if not ready:
                 failures.update(self._stuck(waiting))
                 return answers, failures
-            for rank in sorted({by_source[source] for source in ready}):
-                answer = waiting.pop(rank).receive()
+            found = {rank: waiting.pop(rank).receive() for rank in sorted({by_source[source] for source in ready})}
+            # A rank that died is the cause: the error of one that lost its connection to it may come together with it.
+            for rank, answer in sorted(found.items(), key=lambda item: item[1] is not None):
                 if answer is None:
                     failures[rank] = self._died(rank, ranks[rank])
                 elif answer.ok:
