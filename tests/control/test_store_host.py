@@ -123,7 +123,6 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     if rank == 1:
         os.kill(host, signal.SIGCONT)
     # It answers again.
-    assert line.store_thread._overdue is not None
     line.store_thread._overdue.exception(60)
     line.news()
     with open(f"{directory}/pipe", "wb") as pipe:
@@ -224,7 +223,6 @@ def test_a_program_ends_and_says_why_though_the_store_is_silent(free_port: int) 
     programs = [_start(rank, free_port) for rank in range(2)]
     try:
         for program in programs:
-            assert program.stdout is not None
             assert program.stdout.readline() == "trained\n"
         os.kill(programs[0].pid, signal.SIGSTOP)
         start = time.monotonic()

@@ -184,7 +184,6 @@ def _is_one_of(*params: Tensor) -> Callable[[Tensor], bool]:
 def test_the_first_node_is_that_of_a_parameter() -> None:
     a, b, other = _params(3)
     node = first_param_node((other * 2 + (b * 3).exp()).sum(), _is_one_of(a, b))
-    assert node is not None
     assert node.variable is b  # type: ignore[attr-defined]
     for output in ((other * 2).sum(), torch.ones(1), torch.ones(1, requires_grad=True)):
         assert first_param_node(output, _is_one_of(a)) is None
@@ -219,13 +218,11 @@ def test_a_tensor_without_a_graph_gets_one_with_the_anchor_as_its_leaf() -> None
     assert not value.requires_grad
     assert torch.equal(tied, value)
     node = first_param_node(tied, _is_one_of(anchor))
-    assert node is not None
     assert node.variable is anchor  # type: ignore[attr-defined]
     # It may be changed in place, and has memory of its own.
     tied += 1
     assert value.tolist() == [1.0, 1.0, 1.0]
     ran: list[object] = []
-    assert tied.grad_fn is not None
     tied.grad_fn.register_hook(lambda *_: ran.append(tied))
     tied.sum().backward()
     assert ran
@@ -235,7 +232,6 @@ def test_a_tensor_without_a_graph_gets_one_with_the_anchor_as_its_leaf() -> None
 def test_gradients_pass_a_tie_unchanged() -> None:
     x = torch.ones(3, requires_grad=True)
     tie_to_graph(x * 2, _anchor(), _any).sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
 
 

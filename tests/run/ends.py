@@ -263,7 +263,6 @@ class Host:
     def start(self, case: Case, environs: list[dict[str, str]], errors: list[Path]) -> None:
         """Start a rank for each of ``environs``; what it writes goes to its file of ``errors``."""
         if not case.is_fresh:
-            assert self._server.stdin is not None
             asked = [asdict(case), environs, [str(path) for path in errors]]
             self._server.stdin.write(json.dumps(asked) + "\n")
             self._server.stdin.flush()
@@ -278,7 +277,6 @@ class Host:
         if self._fresh:
             ranks, self._fresh = self._fresh, []
             return [_status(rank) for rank in ranks]
-        assert self._server.stdout is not None
         found: list[int | None] = json.loads(self._server.stdout.readline())
         return found
 

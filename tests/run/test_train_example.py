@@ -47,8 +47,6 @@ def losses(out: Path) -> list[float]:
 
 def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
