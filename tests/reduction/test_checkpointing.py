@@ -41,32 +41,29 @@ def _train(rank, world_size, make, net, step, options):
 REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 
 
+OPTIONS = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "small": {"bucket_cap_mb": 0.0001},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
 @REENTRANT
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}],
-    ids=["plain", "view", "small"],
-)
+@pytest.mark.parametrize("options", ["plain", "view", "small"])
 def test_checkpointed_once(ranks, use_reentrant, options):
-    ranks(_train, _Net, {"use_reentrant": use_reentrant}, _square, {"steps": 4, **options})
+    ranks(_train, _Net, {"use_reentrant": use_reentrant}, _square, {"steps": 4, **OPTIONS[options]})
 
 
 @REENTRANT
 @pytest.mark.parametrize(("times", "spare"), [pytest.param(1, True, marks=ours_only), (3, False), (3, True)])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"static_graph": True},
-        pytest.param({}, marks=ours_only),
-        pytest.param({"find_unused_parameters": True}, marks=ours_only),
-        pytest.param({"gradient_as_bucket_view": True}, marks=ours_only),
-        pytest.param({"bucket_cap_mb": 0.0001}, marks=ours_only),
-    ],
-    ids=["static", "plain", "unused", "view", "small"],
+    "options", [pytest.param(name, marks=[ours_only] * (name != "static")) for name in OPTIONS], ids=OPTIONS
 )
 def test_layer_used_several_times_and_one_that_is_not(ranks, use_reentrant, times, spare, options):
     net = {"use_reentrant": use_reentrant, "times": times, "spare": spare}
-    ranks(_train, _Net, net, _square, {"steps": 4, **options})
+    ranks(_train, _Net, net, _square, {"steps": 4, **OPTIONS[options]})
 
 
 def _accumulated(model, r, i):
