@@ -184,14 +184,19 @@ def _tell_and_go_on(wait: PeerWait, waited_s: float) -> None:
     _store().set("told", "")
 
 
+def _told(ranks: Ranks, how: str, mode: str) -> dict[str, Any]:
+    """What rank 0 has to tell."""
+    try:
+        return ranks(_hang, how, mode, timeout=120, clean_s=1)[0]
+    except RankError as error:
+        # Enforced: rank 1 is dead, or comes to a collective that rank 0 has left.
+        assert mode == "enforce"
+        return error.results[0]
+
+
 @pytest.mark.parametrize("mode", ["observe", "enforce"])
 def test_a_rank_in_its_data_loader(ranks: Ranks, mode: str) -> None:
-    try:
-        told = ranks(_hang, "loader", mode, timeout=120, clean_s=1)[0]
-    except RankError as error:
-        # Enforced: rank 1 comes to a collective that rank 0 has left.
-        assert mode == "enforce"
-        told = error.results[0]
+    told = _told(ranks, "loader", mode)
     assert "Rank 1 has not started all-reduce of bucket 0" in told["told"]
     assert "it is in data loading at " in told["told"]
     assert "test_hang.py:" in told["told"]
@@ -206,9 +211,7 @@ def test_a_rank_in_its_data_loader(ranks: Ranks, mode: str) -> None:
     ("how", "words"), [("stop", "is stopped (by SIGSTOP"), ("hold_lock", "some of its code holds the interpreter lock")]
 )
 def test_a_rank_that_cannot_answer(ranks: Ranks, how: str, words: str) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(_hang, how, "enforce", timeout=120)
-    told = caught.value.results[0]
+    told = _told(ranks, how, "enforce")
     assert "Rank 1 has not started all-reduce of bucket 0" in told["told"]
     assert words in told["told"]
     if how == "hold_lock":
@@ -221,10 +224,7 @@ def test_a_rank_that_cannot_answer(ranks: Ranks, how: str, words: str) -> None:
 
 
 def test_ranks_that_start_different_collectives(ranks: Ranks) -> None:
-    try:
-        told = ranks(_hang, "parted", "enforce", timeout=120, clean_s=1)[0]
-    except RankError as error:
-        told = error.results[0]
+    told = _told(ranks, "parted", "enforce")
     assert "Ranks parted at collective" in told["told"]
     assert "rank 0 started all-reduce of bucket 0" in told["told"]
     assert "rank 1 started broadcast of parameters and buffers, " in told["told"]
