@@ -94,8 +94,11 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     host, beside = _join(rank, size, directory, timeout_s=GROUP_TIMEOUT_S if where == "compiling" else 600)
     ddp = DDP(nn.Linear(4, 2)) if where == "training" else None
     line = ddp.channel if ddp is not None else Channel(dist.group.WORLD)
-    # Before it is stopped, rank 0 has said which process it is: its channel does that.
-    dist.barrier()
+    # Before it is stopped, rank 0 has said which process it is: its channel does that. (This is no barrier, in which it
+    # could be stopped.)
+    if rank == 0:
+        beside.set("signed", "")
+    beside.wait(["signed"], timedelta(seconds=120))
     # Not before: on a busy machine the start may take longer than that.
     line.timeout_s = GROUP_TIMEOUT_S
     for _ in range(2):

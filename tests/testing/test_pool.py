@@ -97,7 +97,7 @@ def _exit(rank, world_size):
 
 def test_dead_rank_is_reported_with_its_exit_code():
     with RankPool() as pool, pytest.raises(RankError, match=r"rank 1 failed.*exit code 3") as caught:
-        pool.run(_exit, settle_s=1)
+        pool.run(_exit)
     assert "last words" in caught.value.failures[1].traceback
 
 
