@@ -16,11 +16,7 @@ import paceline
 SRC = Path(paceline.__file__).parent
 FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 
-MAY_READ_ENVIRONMENT = {"settings.py", "run/init.py", "run/launch.py"}
-
-
-def _is_testing(file: str) -> bool:
-    return file.startswith("testing/")
+MAY_READ_ENVIRONMENT = ("settings.py", "run/init.py", "run/launch.py", "testing/")
 
 
 def _module_name(file: str) -> str:
@@ -200,79 +196,6 @@ def _dotted(node: ast.AST) -> list[str] | None:
     return [node.id, *reversed(parts)] if isinstance(node, ast.Name) else None
 
 
-def _is_private_torch_path(text: str) -> bool:
-    """For import_module("torch._x"), sys.modules["torch._x"], mock.patch("torch._x") and the like."""
-    return text.startswith("torch.") and " " not in text and any(map(_is_private, text.split(".")))
-
-
-def _private_torch_names(tree: ast.AST) -> list[str]:
-    bound = _torch_bindings(tree)
-    found = [
-        f"import {name}"
-        for name in _imported_names(tree)
-        if name.split(".")[0] == "torch" and any(map(_is_private, name.split(".")))
-    ]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            parts = _dotted(node)
-            if parts and parts[0] in bound and any(map(_is_private, parts[1:])):
-                found.append(f"line {node.lineno}: {'.'.join(parts)}")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
-            parts = _dotted(node.args[0])
-            name = node.args[1]
-            if (
-                parts
-                and parts[0] in bound
-                and isinstance(name, ast.Constant)
-                and isinstance(name.value, str)
-                and _is_private(name.value)
-            ):
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private_torch_path(node.value):
-            found.append(f"line {node.lineno}: {node.value!r}")
-    return found
-
-
-def test_only_one_package_names_private_torch() -> None:
-    found = {file: names for file in FILES if (names := _private_torch_names(_tree(file)))}
-    assert "_torch/c10d.py" in found
-    assert [names for file, names in found.items() if not file.startswith("_torch/")] == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch\ntorch._C._x()",
-        "import torch._dynamo",
-        "import torch.distributed as dist\ndist._thing",
-        "import torch.distributed as dist\ndist.ProcessGroup._thing",
-        "from torch._utils import x",
-        "from torch import _C",
-        "from torch.utils import _pytree as tree",
-        "from torch import nn\ndef f():\n    return nn.Module._call_impl",
-        "import torch\ngetattr(torch, '_C')",
-        "import importlib\nimportlib.import_module('torch._dynamo')",
-    ],
-)
-def test_the_check_for_private_names_can_fail(code: str) -> None:
-    assert _private_torch_names(ast.parse(code))
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch\ntorch.nn.Module.__init__",
-        "from paceline import _torch\n_torch.default_group()",
-        "import torch\nclass A(torch.nn.Module):\n    def f(self):\n        return self._x",
-        "'torch._C is what this text is about'",
-    ],
-)
-def test_the_check_for_private_names_does_not_fail_for_others(code: str) -> None:
-    assert _private_torch_names(ast.parse(code)) == []
-
-
-# -- private attributes of torch -----------------------------------------------------------------------
-
 # Python documents these, or has no other name for them.
 PYTHONS = {"_NamedFuncPointer", "_current_frames", "_exit", "_fields", "_initializing"}
 # What torch's objects have in attributes with an underscore. Ours may be called the same, on `self`.
@@ -316,24 +239,47 @@ def _accesses(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
             yield owner, name
 
 
-def _foreign_attributes(tree: ast.AST, ours: Set[str]) -> list[str]:
-    """Private attributes that nothing of ours defines; or that torch has, too, and that are not those of ``self``."""
-    return [
-        f"line {owner.lineno}: {ast.unparse(owner)}.{name}"
-        for owner, name in _accesses(tree)
-        if name not in PYTHONS and (name not in ours or (name in TORCHS and not _is_self(owner)))
-    ]
+def _is_private_path(text: str) -> bool:
+    """For `import torch._x`, import_module("torch._x"), sys.modules["torch._x"] and the like."""
+    return text.startswith("torch.") and " " not in text and any(map(_is_private, text.split(".")))
 
 
-def test_only_one_package_uses_private_attributes_of_torch() -> None:
-    files = [file for file in FILES if not file.startswith("_torch/")]
-    ours = {name for file in files for name in _defined(_tree(file))}
-    assert {file: found for file in files if (found := _foreign_attributes(_tree(file), ours))} == {}
+def _private_of_torch(tree: ast.AST, ours: Set[str]) -> list[str]:
+    """Private names of torch that a file uses.
+
+    They are those that it imports, or has in a text, and attributes: of what it has imported from torch; those that
+    nothing of ours defines; and those that torch has, too, if they are not of ``self``.
+    """
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found = [name for name in (*_imported_names(tree), *texts) if _is_private_path(name)]
+    bound = _torch_bindings(tree)
+    for owner, name in _accesses(tree):
+        is_torchs = name in TORCHS and not _is_self(owner)
+        if name not in PYTHONS and (name not in ours or is_torchs or (_dotted(owner) or [""])[0] in bound):
+            found.append(f"line {owner.lineno}: {ast.unparse(owner)}.{name}")
+    return found
+
+
+def test_only_one_package_uses_private_names_of_torch() -> None:
+    ours = {name for file in FILES if not file.startswith("_torch/") for name in _defined(_tree(file))}
+    found = {file: names for file in FILES if (names := _private_of_torch(_tree(file), ours))}
+    assert "_torch/c10d.py" in found
+    assert {file: names for file, names in found.items() if not file.startswith("_torch/")} == {}
 
 
 @pytest.mark.parametrize(
     "code",
     [
+        "import torch\ntorch._C._x()",
+        "import torch._dynamo",
+        "import torch.distributed as dist\ndist._thing\n_thing = 1",
+        "import torch.distributed as dist\ndist.ProcessGroup._thing\n_thing = 1",
+        "from torch._utils import x",
+        "from torch import _C",
+        "from torch.utils import _pytree as tree",
+        "from torch import nn\ndef f():\n    return nn.Module._call_impl\n_call_impl = 1",
+        "import torch\ngetattr(torch, '_C')\n_C = 1",
+        "import importlib\nimportlib.import_module('torch._dynamo')",
         "tensor._version",
         "owner._parameters",
         "work._source_rank()",
@@ -343,14 +289,18 @@ def test_only_one_package_uses_private_attributes_of_torch() -> None:
         "class A:\n    def f(self, other):\n        self._buffers = other._buffers",
     ],
 )
-def test_private_attributes_would_be_found(code: str) -> None:
+def test_the_check_for_private_names_can_fail(code: str) -> None:
     tree = ast.parse(code)
-    assert _foreign_attributes(tree, set(_defined(tree)))
+    assert _private_of_torch(tree, set(_defined(tree)))
 
 
 @pytest.mark.parametrize(
     "code",
     [
+        "import torch\ntorch.nn.Module.__init__",
+        "from paceline import _torch\n_torch.default_group()",
+        "import torch\nclass A(torch.nn.Module):\n    def f(self):\n        self._x = 1\n        return self._x",
+        "'torch._C is what this text is about'",
         "class A:\n    __slots__ = ('_x',)\ndef f(a):\n    return a._x",
         "class A:\n    def __init__(self):\n        self._x = 1\ndef f(a):\n    return a._x",
         "class A:\n    _x: int\n    def _y(self):\n        return self._x\nA()._y()",
@@ -358,9 +308,9 @@ def test_private_attributes_would_be_found(code: str) -> None:
         "getattr(a, name)",
     ],
 )
-def test_private_attributes_of_ours_are_not_found(code: str) -> None:
+def test_the_check_for_private_names_does_not_fail_for_others(code: str) -> None:
     tree = ast.parse(code)
-    assert _foreign_attributes(tree, set(_defined(tree))) == []
+    assert _private_of_torch(tree, set(_defined(tree))) == []
 
 
 # -- what is not used at all ---------------------------------------------------------------------------
@@ -380,7 +330,7 @@ EVALUATING = {"eval", "exec", "compile", "__import__"}
 
 def test_nothing_is_pickled() -> None:
     for file in FILES:
-        if _is_testing(file):
+        if file.startswith("testing/"):
             # The pool hands test functions to its own child processes; no rank reads what another one pickled.
             continue
         assert not {name.split(".")[0] for name in _imported_names(_tree(file))} & PICKLING_MODULES, file
@@ -399,7 +349,7 @@ def test_nothing_is_evaluated() -> None:
 def test_the_environment_is_read_in_few_places() -> None:
     ways = (["os", "environ"], ["os", "getenv"], ["os", "putenv"])
     for file in FILES:
-        if file in MAY_READ_ENVIRONMENT or _is_testing(file):
+        if file.startswith(MAY_READ_ENVIRONMENT):
             continue
         for node in ast.walk(_tree(file)):
             if isinstance(node, ast.Attribute) and _dotted(node) in ways:

@@ -10,10 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
 
 import paceline
 import paceline.control
@@ -45,20 +43,8 @@ def test_all_has_no_name_twice_and_is_sorted(package: ModuleType) -> None:
     assert names == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
 
 
-def test_a_star_import_brings_exactly_all() -> None:
-    namespace: dict[str, Any] = {}
-    exec("from paceline import *", namespace)
-    namespace.pop("__builtins__")
-    assert namespace.keys() == set(paceline.__all__)
-
-
-def test_the_names_are_what_they_say() -> None:
+def test_the_short_name_is_the_class() -> None:
     assert paceline.DDP is paceline.DistributedDataParallel
-    assert issubclass(paceline.DistributedDataParallel, torch.nn.Module)
-    assert issubclass(paceline.SyncBatchNorm, torch.nn.Module)
-    assert callable(paceline.init)
-    assert callable(paceline.shutdown)
-    assert issubclass(paceline.errors.PacelineError, Exception)
 
 
 def test_everything_public_is_documented() -> None:

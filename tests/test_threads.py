@@ -34,7 +34,6 @@ def leave(rank: int, size: int, backend: str) -> list[list[str]]:
     for _ in range(2):
         ddp(torch.ones(2, 4)).sum().backward()
     work = dist.all_reduce(torch.ones(2), async_op=True)
-    assert work is not None
     work.get_future().wait()
     if rank == 0:
         # From anybody, which starts threads that listen to all others.

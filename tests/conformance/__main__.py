@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import os
 import sys
 import warnings
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
 
 from . import column, report
-from .column import Column
 from .known import KNOWN
-from .selection import SUITE, Selected, select_tests
+from .selection import select_tests
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return collectives.main(only=options.only, timeout_s=options.timeout, verbose=options.verbose)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    tests = _select(options.only)
+    tests = [test for test in select_tests() if test.is_asked_for(options.only)]
     if not tests:
         console.print(f"no test matches {options.only!r}")
         return 2
@@ -42,8 +38,11 @@ def main(argv: list[str] | None = None) -> int:
         use_ours(suite)
         ours = column.measure("ours", tests, suite, timeout_s=options.timeout, console=console)
     report.print_table(console, names=[t.name for t in tests], stock=stock, ours=ours, known=KNOWN)
-    if options.verbose:
-        _print_tracebacks(console, stock=stock, ours=ours)
+    for title, outcomes in (("stock", stock), ("ours", ours)) if options.verbose else ():
+        for name, outcome in (outcomes or {}).items():
+            for rank, trace in outcome.tracebacks.items():
+                console.rule(f"{title}: {name}, rank {rank}")
+                console.print(trace, markup=False, highlight=False)
     if ours is None:
         passing = sum(outcome.status == "pass" for outcome in (stock or {}).values())
         console.print(f"stock: {passing} of {len(tests)} pass")
@@ -87,16 +86,6 @@ def _set_environment() -> None:
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
 
-def _select(only: str | None) -> list[Selected]:
-    spec = find_spec(SUITE)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"this torch does not ship {SUITE}")
-    tests = select_tests(Path(spec.origin))
-    if only is None:
-        return tests
-    return [test for test in tests if only in test.name or fnmatch.fnmatch(test.name, only)]
-
-
 def _load_suite(*, reload_midway: bool) -> ModuleType:
     warnings.simplefilter("ignore")  # what torch's suite warns about on import says nothing about us
     from . import devices
@@ -110,14 +99,6 @@ def _load_suite(*, reload_midway: bool) -> ModuleType:
     use_stock()
     warnings.resetwarnings()
     return suite
-
-
-def _print_tracebacks(console: Console, *, stock: Column | None, ours: Column | None) -> None:
-    for title, outcomes in (("stock", stock), ("ours", ours)):
-        for name, outcome in (outcomes or {}).items():
-            for rank, trace in outcome.tracebacks.items():
-                console.rule(f"{title}: {name}, rank {rank}")
-                console.print(trace, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

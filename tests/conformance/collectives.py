@@ -8,29 +8,32 @@ and is left out. What runs is what torch runs for gloo on a machine without GPUs
 
 from __future__ import annotations
 
-import ast
-import fnmatch
 import importlib
 import os
 import re
 import sys
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
 
-from . import column
+from . import column, report
 from .column import Column
 from .ranks import Outcome
-from .selection import BASE_CLASS, SUITE, Selected, select_tests
+from .selection import SUITE, Selected, ranks_needed, read_suite, select_tests
 
 PAGE = Path("docs/transport-conformance.md")
 # As torch's own runner has it: odd numbers of ranks find what even ones do not.
 RANKS = 3
 # What the suite calls a world that is not small: its tests of subgroups want that.
 MANY_RANKS = 8
+_RANKS_OF_DECORATORS = {
+    "skip_if_small_worldsize": MANY_RANKS,
+    "skip_if_odd_worldsize": 4,
+    "require_world_size": None,
+    "require_exact_world_size": None,
+}
 
 # What gloo passes and shm does not, on purpose: name -> reason. The run fails when one of them starts to pass.
 _BY_NAME = "torch's monitored_barrier() asks for a backend whose name is gloo, and refuses any other"
@@ -48,28 +51,27 @@ def main(*, only: str | None, timeout_s: float, verbose: bool) -> int:
     """Both columns, the table, the page in docs/ (if all tests were run), the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     suite = _load()
-    tests = [test for test in _select() if only is None or only in test.name or fnmatch.fnmatch(test.name, only)]
+    tests = [test for test in _select() if test.is_asked_for(only)]
     gloo = _measure("gloo", tests, suite, timeout_s=timeout_s, console=console)
     # Skipped over gloo is skipped altogether: by machine, not by backend.
     written_for_us = [test for test in tests if gloo[test.name].status != "skip"]
     _become_shm(suite)
     shm = _measure("shm", written_for_us, suite, timeout_s=timeout_s, console=console)
-    failed = [name for name in shm if shm[name].status != "pass" and gloo[name].status == "pass" and name not in KNOWN]
-    stale = [name for name in shm if shm[name].status == "pass" and name in KNOWN]
+    verdict = report.compare(stock=gloo, ours=shm, known=KNOWN)
     for name in shm:
         if shm[name].status != "pass" or gloo[name].status != "pass":
             console.print(f"{name}: gloo {_said(gloo[name])}; shm {_said(shm[name])}", markup=False, highlight=False)
             if verbose:
                 for rank, trace in shm[name].tracebacks.items():
                     console.print(f"-- rank {rank} --\n{trace}", markup=False, highlight=False)
-    for name in stale:
+    for name in verdict.stale:
         console.print(f"passes, take it off the list of known differences: {name}", markup=False)
     if only is None:
         PAGE.write_text(page(tests=tests, gloo=gloo, shm=shm), encoding="utf-8")
         console.print(f"wrote {PAGE}")
     console.print(_summary(gloo=gloo, shm=shm), highlight=False)
-    console.print(f"{len(failed)} that gloo passes and shm does not", highlight=False)
-    return 1 if failed or stale else 0
+    console.print(f"{len(verdict.failed)} that gloo passes and shm does not", highlight=False)
+    return verdict.exit_code
 
 
 def _load() -> ModuleType:
@@ -96,43 +98,17 @@ def _become_shm(suite: ModuleType) -> None:
 
 
 def _select() -> list[Selected]:
-    spec = find_spec(SUITE)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"this torch does not ship {SUITE}")
-    source = Path(spec.origin)
-    about_ddp = {test.name for test in select_tests(source)}
+    about_ddp = {test.name for test in select_tests()}
     common = importlib.import_module("torch.testing._internal.common_distributed")
     skips = {skip.exit_code: skip.message for skip in common.TEST_SKIPS.values()}
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    base = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == BASE_CLASS)
-    methods = [node for node in base.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    return [Selected(node.name, _ranks_for(node), skips) for node in methods if node.name not in about_ddp]
-
-
-def _ranks_for(node: ast.FunctionDef) -> int:
-    ranks = RANKS
-    for decorator in node.decorator_list:
-        match decorator:
-            case ast.Name(id="skip_if_small_worldsize"):
-                ranks = MANY_RANKS
-            case ast.Name(id="skip_if_odd_worldsize"):
-                ranks = max(ranks, 4)
-            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=int(wanted))]):
-                if name in ("require_world_size", "require_exact_world_size"):
-                    ranks = max(ranks, wanted)
-    return ranks
+    _, methods = read_suite()
+    tests = [node for name, node in methods.items() if name.startswith("test_") and name not in about_ddp]
+    return [Selected(node.name, ranks_needed(node, _RANKS_OF_DECORATORS, least=RANKS), skips) for node in tests]
 
 
 def _measure(title: str, tests: list[Selected], suite: ModuleType, *, timeout_s: float, console: Console) -> Column:
-    return column.measure(
-        f"collectives-{title}",
-        tests,
-        suite,
-        timeout_s=timeout_s,
-        console=console,
-        backend=title,
-        forget_logs_of=("pass", "skip"),
-    )
+    options = {"timeout_s": timeout_s, "console": console, "backend": title}
+    return column.measure(f"collectives-{title}", tests, suite, **options, forget_logs_of=("pass", "skip"))
 
 
 def _said(outcome: Outcome) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.device_mesh as device_mesh
@@ -66,18 +67,11 @@ class _Device(metaclass=_DeviceType):
     """`torch.device` for the suite: GPUs are the CPU."""
 
 
-class _Stream:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 class _Cuda(ModuleType):
     """`torch.cuda` for the suite: the calls that manage a device do nothing."""
 
-    Stream = _Stream
+    Stream = staticmethod(lambda *_args: mock.Mock())
+    synchronize = manual_seed = staticmethod(lambda *_args, **_device: None)
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -88,12 +82,6 @@ class _Cuda(ModuleType):
 
     def current_device(self) -> int:
         return self._current
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        pass
 
     def stream(self, stream: Any) -> Any:
         return nullcontext()

@@ -167,20 +167,17 @@ def _collect(ranks: list[_Rank], *, timeout_s: float, stop_on_failure: bool) -> 
 
 
 def _judge(messages: Messages, *, seconds: float) -> Outcome:
-    tracebacks = {str(r): m["traceback"] for r, m in messages.items() if m and m.get("traceback")}
-    order = sorted(messages.items(), key=lambda item: (item[1] or {}).get("at", float("inf")))
-    statuses = [(rank, message["status"] if message else "died", message) for rank, message in order]
-    for status in ("fail", "died", "timeout"):
-        for rank, found, message in statuses:
-            if found == status:
-                reason = (message or {}).get("reason") or {
-                    "died": "the process died",
-                    "timeout": "timed out",
-                }.get(status, status)
+    told = {rank: message or {"status": "died"} for rank, message in messages.items()}
+    tracebacks = {str(rank): message["traceback"] for rank, message in told.items() if message.get("traceback")}
+    in_order = sorted(told.items(), key=lambda item: item[1].get("at", float("inf")))
+    reasons = {"fail": "fail", "died": "the process died", "timeout": "timed out", "skip": ""}
+    for status, usual in reasons.items():
+        for rank, message in in_order:
+            if message["status"] == status:
+                reason = message.get("reason") or usual
+                if status == "skip":
+                    return Outcome("skip", reason, seconds)
                 return Outcome("fail", f"rank {rank}: {reason}", seconds, tracebacks)
-    for _, found, message in statuses:
-        if found == "skip":
-            return Outcome("skip", (message or {}).get("reason", ""), seconds)
     return Outcome("pass", "", seconds)
 
 

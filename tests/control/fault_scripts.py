@@ -129,9 +129,7 @@ def _end_victim(ddp: DDP, script: Script) -> None:
     store.set(f"heard/{ddp.channel.rank}", "")
     if ddp.channel.rank == survivors[0]:
         store.wait([f"heard/{rank}" for rank in survivors], timedelta(seconds=60))
-        assert ddp.channel.progress.path is not None
         record = read_file(ddp.channel.progress.path.with_name(f"wrapper1.rank{script.rank}"))
-        assert record is not None
         os.kill(record.pid, signal.SIGKILL)
 
 

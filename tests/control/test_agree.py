@@ -25,6 +25,7 @@ from paceline.control.wire import LIMIT_BYTES
 from paceline.errors import BadArgumentError, BadTypeError, RankLostError
 from paceline.settings import HangWatch
 from paceline.testing import RankError
+from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
 
@@ -57,7 +58,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
 
 
-def _agree(rank: int, size: int, kind: str) -> list[Agreement]:
+def _agree(rank: int, size: int, kind: str) -> None:
     line = _line(kind, rank, size)
     large = line.agree("large", bytes([rank]) * WORD_LIMIT_BYTES, timeout_s=60)
     assert large.values == tuple(bytes([r]) * WORD_LIMIT_BYTES for r in range(size))
@@ -65,20 +66,17 @@ def _agree(rank: int, size: int, kind: str) -> list[Agreement]:
     for n_bytes in range(ROW_BYTES - 40, ROW_BYTES + 1):
         found = line.agree("slots", b"x" * n_bytes, b"y" * (rank == 0), timeout_s=60)
         assert found.words == tuple((b"x" * n_bytes, b"y" * (r == 0)) for r in range(size))
-    words = [line.agree("words", f"{word} of {rank}", rank, b"", timeout_s=60) for word in ("first", "second")]
-    return [*words, line.agree("same", b"\x00\xff" * 100, timeout_s=60), line.agree("numbers", -rank, timeout_s=60)]
+    for word in ("first", "second"):
+        found = line.agree("words", f"{word} of {rank}", rank, b"", timeout_s=60)
+        assert found.words == tuple((f"{word} of {r}", r, b"") for r in range(size))
+    assert line.agree("same", b"\x00\xff" * 100, timeout_s=60).equal
+    assert line.agree("numbers", -rank, timeout_s=60).values == tuple(-r for r in range(size))
 
 
 @pytest.mark.parametrize("kind", ["store", "tensor"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_all_ranks_learn_what_all_brought(ranks: Ranks, world_size: int, kind: str) -> None:
-    told = ranks(_agree, kind, world_size=world_size, timeout=120)
-    assert all(found == told[0] for found in told)
-    first, second, same, numbers = told[0]
-    assert first.words == tuple((f"first of {rank}", rank, b"") for rank in range(world_size))
-    assert second.values == tuple(f"second of {rank}" for rank in range(world_size))
-    assert same.equal
-    assert numbers.reduce(min) == 1 - world_size
+    ranks(_agree, kind, world_size=world_size, timeout=120)
 
 
 def test_a_word_that_is_of_another_round_damaged_or_too_long_is_refused() -> None:
@@ -98,37 +96,28 @@ def test_a_word_that_is_of_another_round_damaged_or_too_long_is_refused() -> Non
         assert found.words == ((n,), None)
 
 
-def _missing(rank: int, size: int, missing: int) -> Agreement:
+@pytest.mark.parametrize("missing", [0, 2])
+@on_ranks(world_size=3)
+def test_a_rank_that_is_late_is_named_to_all_and_learns_it_too(rank: int, size: int, missing: int) -> None:
     line = _channel()
     if rank == missing:
         # It comes when the others have given it up; it learns that, and not something else.
         line._board.store.wait(["agree/graph/0/verdict"])
     found = line.agree("graph", rank, timeout_s=0.3)
-    later = line.agree("graph", 7)
-    assert later.equal
-    return found
+    assert found.values == tuple(None if other == missing else other for other in range(size))
+    assert line.agree("graph", 7).equal
 
 
-@pytest.mark.parametrize("missing", [0, 2])
-def test_a_rank_that_is_late_is_named_to_all_and_learns_it_too(ranks: Ranks, missing: int) -> None:
-    told = ranks(_missing, missing, world_size=3)
-    assert told[0] == told[1] == told[2]
-    assert told[0].missing == (missing,)
-
-
-def _many(rank: int, size: int) -> int:
+@on_ranks()
+def test_what_was_agreed_on_does_not_pile_up_in_the_store(rank: int, size: int) -> None:
     line = _channel()
     rounds = 20
     for n in range(rounds):
         line.agree("graph", n)
     dist.barrier()
     keys = [f"agree/graph/{n}/{what}" for n in range(rounds) for what in (*range(size), "verdict")]
-    return sum(line._board.has(key) for key in keys)
-
-
-def test_what_was_agreed_on_does_not_pile_up_in_the_store(ranks: Ranks) -> None:
     # The last round: two contributions and a verdict.
-    assert ranks(_many) == [3, 3]
+    assert sum(line._board.has(key) for key in keys) == 3
 
 
 @pytest.mark.parametrize(

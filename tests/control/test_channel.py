@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.control.failure import News
 from paceline.control.store_thread import StoreThread
 from paceline.control.wire import MAGIC, MessageKind
 from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError
+from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
 FIELDS = ["name", "shape", "dtype"]
@@ -185,46 +187,34 @@ def test_ranks_that_differ_raise_the_same_error_everywhere(ranks: Ranks, world_s
     assert "parameter 'b': shape is [4] on rank 0 and [5] on rank 1" in told[0]
 
 
-def _agree_missing(rank: int, size: int, missing: int) -> str:
+@pytest.mark.parametrize("missing", [0, 1])
+@on_ranks()
+def test_a_rank_that_does_not_come_is_named(rank: int, size: int, missing: int) -> None:
     line = _channel(timeout_s=0.5)
-    told = ""
     if rank != missing:
-        with pytest.raises(RankLostError) as caught:
+        told = f"Rank {rank} waited .* for rank {missing} to compare parameters"
+        with pytest.raises(RankLostError, match=told) as caught:
             line.compare("parameters", ROWS, FIELDS)
-        told = str(caught.value)
         assert caught.value.rank == missing
     # The missing rank stays alive until the other has given up.
     dist.barrier()
-    return told
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_that_does_not_come_is_named(ranks: Ranks, missing: int) -> None:
-    told = ranks(_agree_missing, missing)[1 - missing]
-    assert f"Rank {1 - missing} waited" in told
-    assert f"for rank {missing} to compare parameters" in told
-
-
-def _agree_failed(rank: int, size: int, failed: int) -> str:
-    line = _channel()
-    if rank == failed:
-        line.report("the constructor", BoomError("no memory"))
-        return ""
-    with pytest.raises(PeerFailedError) as caught:
-        line.compare("parameters", ROWS, FIELDS)
-    assert caught.value.rank == failed
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("failed", [0, 1, 2])
-def test_a_rank_that_raised_before_it_came_is_named_with_its_error(ranks: Ranks, failed: int) -> None:
-    told = ranks(_agree_failed, failed, world_size=3)
-    for rank in {0, 1, 2} - {failed}:
-        assert f"rank {failed} raised in the constructor: BoomError: no memory" in told[rank]
-        assert f"this rank ({rank})" in told[rank].replace("This", "this")
+@on_ranks(world_size=3)
+def test_a_rank_that_raised_before_it_came_is_named_with_its_error(rank: int, size: int, failed: int) -> None:
+    line = _channel()
+    if rank == failed:
+        line.report("the constructor", BoomError("no memory"))
+        return
+    told = rf"rank {failed} raised in the constructor: BoomError: no memory.*This rank \({rank}\)"
+    with pytest.raises(PeerFailedError, match=told) as caught:
+        line.compare("parameters", ROWS, FIELDS)
+    assert caught.value.rank == failed
 
 
-def _two_channels(rank: int, size: int) -> None:
+@on_ranks(world_size=3)
+def test_channels_do_not_mix(rank: int, size: int) -> None:
     pairs = [dist.new_group(pair, timeout=timedelta(seconds=60)) for pair in ([0, 1], [2])]
     first, second = (Channel(pairs[rank // 2]) for _ in range(2))
     assert first.timeout_s == 60
@@ -238,13 +228,10 @@ def _two_channels(rank: int, size: int) -> None:
     assert second.news() is None
 
 
-def test_channels_do_not_mix(ranks: Ranks) -> None:
-    ranks(_two_channels, world_size=3)
-
-
-def _over_a_file(rank: int, size: int, path: str) -> str:
+@on_ranks(backend=None)
+def test_ranks_agree_over_a_file_too(rank: int, size: int, tmp_path: Path) -> None:
     """Rank 1 comes only after rank 0 has asked for it many times, well past its patience."""
-    store = dist.FileStore(path, size)
+    store = dist.FileStore(str(tmp_path / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     line = _channel()
     with mock.patch.object(peer_wait, "PATIENCE_S", 0.02):
@@ -256,38 +243,27 @@ def _over_a_file(rank: int, size: int, path: str) -> str:
         dist.barrier()
         if rank == 1:
             line.report("forward", BoomError("disk full"))
-            return ""
-        with pytest.raises(PeerFailedError) as caught:
+            return
+        with pytest.raises(PeerFailedError, match="rank 1 raised in forward: BoomError: disk full"):
             line.compare("parameters", ROWS, FIELDS)
-        return str(caught.value)
-
-
-def test_ranks_agree_over_a_file_too(ranks: Ranks, tmp_path: Path) -> None:
-    told = ranks(_over_a_file, str(tmp_path / "store"), backend=None)
-    assert "rank 1 raised in forward: BoomError: disk full" in told[0]
 
 
 # -- words ---------------------------------------------------------------------------------------------
 
 
-def _gather(rank: int, size: int) -> list[list[str]]:
+@on_ranks(world_size=3)
+def test_words_are_gathered_by_rank_and_bounded(rank: int, size: int) -> None:
     line = _channel()
-    first = line.gather("complaint", f"from {rank}")
-    second = line.gather("complaint", "" if rank else "é" * (MESSAGE_LIMIT + 5))
+    assert line.gather("complaint", f"from {rank}") == ["from 0", "from 1", "from 2"]
+    assert line.gather("complaint", "" if rank else "é" * (MESSAGE_LIMIT + 5)) == ["é" * MESSAGE_LIMIT, "", ""]
     line.compare("parameters", ROWS, FIELDS)
-    return [first, second]
-
-
-def test_words_are_gathered_by_rank_and_bounded(ranks: Ranks) -> None:
-    told = ranks(_gather, world_size=3)
-    assert told[0] == told[1] == told[2]
-    assert told[0] == [["from 0", "from 1", "from 2"], ["é" * MESSAGE_LIMIT, "", ""]]
 
 
 # -- failure -------------------------------------------------------------------------------------------
 
 
-def _tell(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_report_is_heard_and_giving_up_is_for_good(rank: int, size: int) -> None:
     line = _channel()
     assert line.news() is None
     line.raise_news("anything")
@@ -302,7 +278,6 @@ def _tell(rank: int, size: int) -> None:
     dist.barrier()
     if rank == 0:
         news = line.news()
-        assert news is not None
         assert (news.rank, news.where, news.type, news.message) == (1, "forward", "BoomError", "x" * MESSAGE_LIMIT)
         with pytest.raises(PeerFailedError, match=r"rank 1 raised in forward.*This rank \(0\) was waiting in a step"):
             line.raise_news("a step")
@@ -316,24 +291,17 @@ def _tell(rank: int, size: int) -> None:
     assert caught.value.rank == 1
 
 
-def test_a_report_is_heard_and_giving_up_is_for_good(ranks: Ranks) -> None:
-    ranks(_tell)
-
-
 class _GoneStore:
     def __getattr__(self, name: str) -> Any:
         raise dist.DistNetworkError("the host is gone")
 
 
-def _report_to_nobody(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_report_never_raises(rank: int, size: int) -> None:
     line = _channel()
     line._board.store = _GoneStore()
     line.report("forward", BoomError("x"))
     line.retract()
-
-
-def test_a_report_never_raises(ranks: Ranks) -> None:
-    ranks(_report_to_nobody)
 
 
 # -- waiting -------------------------------------------------------------------------------------------
@@ -366,35 +334,21 @@ def _wait_in_vain(rank: int, size: int, kind: str, trouble: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "trouble", "words"),
-    [
-        (
-            "work",
-            "raises",
-            ["PeerFailedError(1)", "rank 1 raised in forward: BoomError", "This rank (0) was"],
-        ),
-        ("future", "raises", ["PeerFailedError(1)", "BoomError: disk full", "waiting in the all-reduce of bucket 0"]),
-        ("work", "late", ["RankLostError(None)", "Rank 0 waited", "in the all-reduce of bucket 0"]),
-        ("future", "late", ["RankLostError(None)", "Rank 0 waited", "in the all-reduce of bucket 0"]),
-        (
-            "work",
-            "replans",
-            [
-                "PeerFailedError(1)",
-                "The parameters of rank 1 changed since the last step ('first.weight' was frozen)",
-                "those of this rank (0)",
-            ],
-        ),
-    ],
-)
-def test_a_wait_ends_when_a_peer_will_not_come(ranks: Ranks, kind: str, trouble: str, words: list[str]) -> None:
-    told = ranks(_wait_in_vain, kind, trouble)[0]
-    for word in words:
-        assert word in told
+TROUBLES = {
+    "raises": r"PeerFailedError\(1\): rank 1 raised in forward: BoomError: disk full.*This rank \(0\) was",
+    "late": r"RankLostError\(None\): Rank 0 waited",
+    "replans": r"PeerFailedError\(1\): The parameters of rank 1 changed .*'first.weight' was frozen.* this rank \(0\)",
+}
 
 
-def _wait_without_trouble(rank: int, size: int) -> list[float]:
+@pytest.mark.parametrize("kind", ["work", "future"])
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_wait_ends_when_a_peer_will_not_come(ranks: Ranks, kind: str, trouble: str) -> None:
+    assert re.search(f"{TROUBLES[trouble]}.*in the all-reduce of bucket 0", ranks(_wait_in_vain, kind, trouble)[0])
+
+
+@on_ranks()
+def test_a_wait_without_trouble(rank: int, size: int) -> None:
     """A failure that is taken back and a change of parameters on all ranks are no trouble."""
     line = _channel()
     for _ in range(2):
@@ -408,34 +362,7 @@ def _wait_without_trouble(rank: int, size: int) -> list[float]:
     future = dist.all_reduce(tensor.clone(), async_op=True).get_future()
     for _ in range(2):  # also if it is done
         assert line.wait_future(future, "a future")[0].tolist() == [6.0] * 3
-    return tensor.tolist()
-
-
-def test_a_wait_without_trouble(ranks: Ranks) -> None:
-    assert ranks(_wait_without_trouble) == [[3.0] * 3] * 2
-
-
-def _wait_while_a_peer_is_ahead(rank: int, size: int, step: int) -> tuple[bool, str]:
-    """Rank 1 announces for ``step``, and only then does what rank 0, at step 3, has been waiting for."""
-    line = _channel()
-    line.step = 3
-    told = ""
-    with mock.patch.object(peer_wait, "PATIENCE_S", 0.02):
-        if rank == 0:
-            line._board.store.wait(["announced"], timedelta(seconds=30))
-            watched = line._board.store = _Counting(line._board.store, "replan/1", 3)
-            work = dist.all_reduce(torch.ones(3), async_op=True)
-            try:
-                line.wait(work, "the all-reduce of bucket 0")
-            except PeerFailedError as error:
-                told = str(error)
-                watched.set("asked", "")
-            return watched.n_asked >= 3, told
-        line.announce_replan("'first.weight' was frozen", step=step)
-        line._board.store.set("announced", "")
-        line._board.store.wait(["asked"], timedelta(seconds=30))
-        dist.all_reduce(torch.ones(3))
-    return True, told
+    assert tensor.tolist() == [3.0] * 3
 
 
 class _Counting:
@@ -456,14 +383,29 @@ class _Counting:
         return getattr(self._store, name)
 
 
-@pytest.mark.parametrize(("step", "words"), [(4, ""), (3, "was frozen"), (2, "was frozen")])
+@pytest.mark.parametrize(("step", "is_ahead"), [(4, True), (3, False), (2, False)])
+@on_ranks()
 def test_a_peer_that_changed_its_parameters_is_heard_unless_it_is_a_step_ahead(
-    ranks: Ranks, step: int, words: str
+    rank: int, size: int, step: int, is_ahead: bool
 ) -> None:
-    has_asked, told = ranks(_wait_while_a_peer_is_ahead, step)[0]
-    assert words in told
-    assert bool(words) == bool(told)
-    assert told or has_asked
+    """Rank 1 announces for ``step``, and only then does what rank 0, at step 3, has been waiting for."""
+    line = _channel()
+    line.step = 3
+    store = line._board.store
+    if rank == 1:
+        line.announce_replan("'first.weight' was frozen", step=step)
+        store.set("announced", "")
+        store.wait(["asked"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
+        return
+    store.wait(["announced"], timedelta(seconds=30))
+    line._board.store = _Counting(store, "replan/1", 3)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    # A wait that raises has asked once, and rank 1 waits for the third time.
+    heard = nullcontext() if is_ahead else pytest.raises(PeerFailedError, match="was frozen")
+    with mock.patch.object(peer_wait, "PATIENCE_S", 0.02), heard:
+        line.wait(work, "the all-reduce of bucket 0")
+    store.set("asked", "")
 
 
 class _Work:
@@ -487,41 +429,33 @@ TIMED_OUT = "[src/buffer.cc:1] Timed out waiting 1000ms for recv operation to co
 BROKEN = "[src/pair.cc:1] Connection closed by peer [127.0.0.1]:1234. This may mean anything.\nStack"
 
 
-def _wait_for_ended_work(rank: int, size: int, error: str) -> tuple[str, int | None]:
+@pytest.mark.parametrize(
+    ("error", "lost", "words", "never"),
+    [
+        (TIMED_OUT, None, "some rank never joined in", ["onnection"]),
+        (BROKEN, 1, "connection to rank 1 broke while rank 0 was in the all-reduce of bucket 0", ["Stack", "pair.cc"]),
+    ],
+    ids=["timed out", "broken"],
+)
+@on_ranks()
+def test_a_backend_that_timed_out_is_told_from_a_broken_connection(
+    rank: int, size: int, error: str, lost: int | None, words: str, never: list[str]
+) -> None:
     line = _channel()
-    told: tuple[str, int | None] = "", None
     if rank == 0:
-        with pytest.raises(RankLostError) as caught:
+        with pytest.raises(RankLostError, match=words) as caught:
             line.wait(_Work(error), "the all-reduce of bucket 0")  # type: ignore[arg-type]
         assert isinstance(caught.value.__cause__, RuntimeError)
-        told = str(caught.value), caught.value.rank
+        assert caught.value.rank == lost
+        assert not any(word in str(caught.value) for word in never)
     dist.barrier()
-    return told
 
 
-def test_a_backend_that_timed_out_is_not_called_a_broken_connection(ranks: Ranks) -> None:
-    told, lost = ranks(_wait_for_ended_work, TIMED_OUT)[0]
-    assert "some rank never joined in" in told
-    assert "connection" not in told.lower()
-    assert lost is None
-
-
-def test_a_broken_connection_is_a_lost_rank(ranks: Ranks) -> None:
-    told, lost = ranks(_wait_for_ended_work, BROKEN)[0]
-    assert "connection to rank 1 broke while rank 0 was in the all-reduce of bucket 0" in told
-    assert "Stack" not in told
-    assert "pair.cc" not in told
-    assert lost == 1
-
-
-def _ends_just_then(rank: int, size: int) -> int:
+@on_ranks()
+def test_a_work_that_ends_just_after_its_wait_gave_up_has_ended_well(rank: int, size: int) -> None:
     work = _Work("Timed out waiting 250ms for recv operation to complete")
     _channel().wait(work, "the all-reduce of bucket 0")  # type: ignore[arg-type]
-    return len(work.waits)
-
-
-def test_a_work_that_ends_just_after_its_wait_gave_up_has_ended_well(ranks: Ranks) -> None:
-    assert ranks(_ends_just_then) == [2, 2]
+    assert len(work.waits) == 2
 
 
 # -- what travels --------------------------------------------------------------------------------------
@@ -544,7 +478,8 @@ class _Recording:
         return getattr(self._store, name)
 
 
-def _record(rank: int, size: int) -> list[bytes]:
+@on_ranks()
+def test_only_messages_travel_unpickled_and_only_a_digest_while_ranks_agree(rank: int, size: int) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("pickle was used")
 
@@ -567,33 +502,17 @@ def _record(rank: int, size: int) -> list[bytes]:
         line.news()
         dist.barrier()
         line.retract()
-    return [value for value in recording.values if value]
-
-
-def test_only_messages_travel_unpickled_and_only_a_digest_while_ranks_agree(ranks: Ranks) -> None:
-    for values in ranks(_record):
-        assert all(value.startswith(MAGIC) for value in values)
-        assert max(map(len, values)) < 1000
-
-
-class _Connecting:
-    """A store that counts its connections; each may take seconds, where a name server is asked about it."""
-
-    def __init__(self) -> None:
-        self.connections = 1
-
-    def clone(self) -> _Connecting:
-        self.connections += 1
-        return self
-
-    def check(self, _keys: list[str]) -> bool:
-        return False
+    values = [value for value in recording.values if value]
+    assert all(value.startswith(MAGIC) for value in values)
+    assert max(map(len, values)) < 1000
 
 
 def test_a_second_connection_is_made_by_whoever_uses_it() -> None:
-    store: Any = _Connecting()
+    # It may take seconds, where a name server is asked about it.
+    store = mock.Mock()
     board = Board(store, name="job").on_another_connection(StoreThread())
-    assert store.connections == 1
-    assert not board.has("a")
-    assert not board.has("b")
-    assert store.connections == 2
+    store.clone.assert_not_called()
+    board.has("a")
+    board.has("b")
+    store.clone.assert_called_once_with()
+    assert store.clone().check.call_count == 2

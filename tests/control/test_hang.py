@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import signal
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline import DDP
+from paceline import DDP, threads
 from paceline.control import Channel, hang
 from paceline.control.hang import Inquiries
 from paceline.control.peer_wait import PeerWait
@@ -29,7 +28,8 @@ from paceline.errors import BadArgumentError, BadTypeError, PeerError, RankLostE
 from paceline.run import cli
 from paceline.run.doctor import doctor
 from paceline.settings import HangWatch
-from paceline.testing import RankError
+from paceline.testing import RankError, fail_at
+from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
 
@@ -76,12 +76,13 @@ def test_a_rank_of_which_nothing_is_known_is_named() -> None:
     assert "All ranks wait in collective 5" in told.cause
 
 
-@pytest.mark.parametrize(("mode", "after_s", "error"), [("maybe", 1, BadArgumentError), ("off", 0, BadArgumentError)])
-def test_settings_are_checked(mode: str, after_s: float, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "after_s", "error"),
+    [("maybe", 1, BadArgumentError), ("off", 0, BadArgumentError), ("off", "30", BadTypeError)],
+)
+def test_settings_are_checked(mode: str, after_s: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         HangWatch(mode, after_s)
-    with pytest.raises(BadTypeError):
-        HangWatch("off", "30")  # type: ignore[arg-type]
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +128,8 @@ def _get_stuck(how: str, ddp: DDP) -> None:
             next(iter(DataLoader(_Slow())))
         case "parted":
             ddp.broadcast_tensors([torch.ones(5)], source=0)
-        case "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "lock":
-            # A read that is taken up again after a signal, with the interpreter lock held.
-            ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+        case _:
+            fail_at(rank=1, phase="loader", action=how).strike("loader", 0)
 
 
 def _start_watching(ddp: DDP, watch: HangWatch) -> None:
@@ -158,7 +156,6 @@ def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
         return {}
     _until_stuck()
     record = read_file(_directory(ddp.channel) / "wrapper1.rank1")
-    assert record is not None
     told, seen = "", io.StringIO()
     try:
         tell = _tell_and_go_on if mode == "observe" else _tell_of_hang
@@ -168,14 +165,13 @@ def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
         told = f"{error} ({error.rank})"
     looked = io.StringIO()
     doctor(_directory(ddp.channel), with_stacks=how == "loader", out=looked)
-    if how in ("stopped", "lock"):
+    if how in ("stop", "hold_lock"):
         os.kill(record.pid, signal.SIGKILL)
     _store().set("told", "")
     return {"told": told or seen.getvalue(), "doctor": looked.getvalue(), "directory": str(_directory(ddp.channel))}
 
 
 def _directory(channel: Channel) -> Path:
-    assert channel.progress.path is not None
     return channel.progress.path.parent
 
 
@@ -188,14 +184,19 @@ def _tell_and_go_on(wait: PeerWait, waited_s: float) -> None:
     _store().set("told", "")
 
 
+def _told(ranks: Ranks, how: str, mode: str) -> dict[str, Any]:
+    """What rank 0 has to tell."""
+    try:
+        return ranks(_hang, how, mode, timeout=120, clean_s=1)[0]
+    except RankError as error:
+        # Enforced: rank 1 is dead, or comes to a collective that rank 0 has left.
+        assert mode == "enforce"
+        return error.results[0]
+
+
 @pytest.mark.parametrize("mode", ["observe", "enforce"])
 def test_a_rank_in_its_data_loader(ranks: Ranks, mode: str) -> None:
-    try:
-        told = ranks(_hang, "loader", mode, timeout=120, clean_s=1)[0]
-    except RankError as error:
-        # Enforced: rank 1 comes to a collective that rank 0 has left.
-        assert mode == "enforce"
-        told = error.results[0]
+    told = _told(ranks, "loader", mode)
     assert "Rank 1 has not started all-reduce of bucket 0" in told["told"]
     assert "it is in data loading at " in told["told"]
     assert "test_hang.py:" in told["told"]
@@ -207,15 +208,13 @@ def test_a_rank_in_its_data_loader(ranks: Ranks, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("stopped", "is stopped (by SIGSTOP"), ("lock", "some of its code holds the interpreter lock")]
+    ("how", "words"), [("stop", "is stopped (by SIGSTOP"), ("hold_lock", "some of its code holds the interpreter lock")]
 )
 def test_a_rank_that_cannot_answer(ranks: Ranks, how: str, words: str) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(_hang, how, "enforce", timeout=120)
-    told = caught.value.results[0]
+    told = _told(ranks, how, "enforce")
     assert "Rank 1 has not started all-reduce of bucket 0" in told["told"]
     assert words in told["told"]
-    if how == "lock":
+    if how == "hold_lock":
         assert "in _get_stuck" in told["told"]
     # Dead by now: its files are what is left of it.
     seen = io.StringIO()
@@ -225,10 +224,7 @@ def test_a_rank_that_cannot_answer(ranks: Ranks, how: str, words: str) -> None:
 
 
 def test_ranks_that_start_different_collectives(ranks: Ranks) -> None:
-    try:
-        told = ranks(_hang, "parted", "enforce", timeout=120, clean_s=1)[0]
-    except RankError as error:
-        told = error.results[0]
+    told = _told(ranks, "parted", "enforce")
     assert "Ranks parted at collective" in told["told"]
     assert "rank 0 started all-reduce of bucket 0" in told["told"]
     assert "rank 1 started broadcast of parameters and buffers, " in told["told"]
@@ -307,7 +303,6 @@ def test_of_the_ranks_in_a_collective_of_the_users_the_lowest_tells() -> None:
         inquiries = Inquiries(mock.Mock(), mock.Mock(), mock.Mock(), rank=rank, size=4, directory=None)
         with mock.patch.object(inquiries, "ask", return_value=positions):
             told.append(inquiries.report_own_collective(lambda: None))
-    assert told[0] is not None
     assert "rank 0: collective 5; is in data loading" in told[0].lines
     assert told[1] is None
 
@@ -332,30 +327,26 @@ def test_calls_that_follow_each_other_are_not_one_that_lasts() -> None:
         assert told == ["call"]
 
 
-def _end_well(rank: int, size: int) -> str:
+def _end_well(rank: int, size: int) -> Path:
     ddp = DDP(nn.Linear(2, 2))
-    path = str(_directory(ddp.channel))
-    assert os.path.exists(path)
+    assert ddp.channel.progress.path.exists()
     dist.barrier()
-    del ddp
-    dist.barrier()
-    return path
+    # The watch may be looking at the channel, which is not freed before the watch has let go of it.
+    assert threads.end_all() == []
+    return _directory(ddp.channel)
 
 
 def test_ranks_that_end_well_leave_no_files(ranks: Ranks) -> None:
     for path in ranks(_end_well):
-        assert [name for name in os.listdir(path) if not name.startswith("stacks")] == []
+        assert [file.name for file in path.iterdir() if not file.name.startswith("stacks")] == []
 
 
-def _off(rank: int, size: int) -> bool:
+@on_ranks()
+def test_off_means_no_files(rank: int, size: int) -> None:
     with mock.patch.object(hang, "_settings", HangWatch("off")):
         ddp = DDP(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
-    return ddp.channel.progress.path is None
-
-
-def test_off_means_no_files(ranks: Ranks) -> None:
-    assert ranks(_off) == [True, True]
+    assert ddp.channel.progress.path is None
 
 
 def _two_groups(rank: int, size: int, base: str) -> tuple[str, str]:

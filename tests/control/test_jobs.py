@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from paceline.control import jobs, progress, stacks
-from paceline.control.progress import Progress, Record, read_file
+from paceline.control.progress import Progress, read_file
 from paceline.control.whereabouts import of_record
 from paceline.run.doctor import doctor
 
@@ -108,9 +108,8 @@ def test_only_our_signal_is_sent_and_only_to_our_own_process(tmp_path: Path) -> 
         (tmp_path / f"stacks.{process.pid}").touch()
         for number in (signal.SIGTERM, signal.SIGKILL, stacks.SIGNAL + 1):
             path = _write_record(tmp_path, pid=process.pid, born=born, stack_signal=number)
-            assert _ask(tmp_path, read_file(path)) == ""
+            assert of_record(read_file(path), tmp_path).line == ""
         record = read_file(_write_record(tmp_path, pid=process.pid, born=born))
-        assert record is not None
         # Another owner of the file; another process that has the number now; one that has not said when it began.
         for wrong in (replace(record, owner=os.getuid() + 1), replace(record, born=born + 1), replace(record, born=0)):
             assert stacks.ask(tmp_path, wrong) == ""
@@ -123,11 +122,6 @@ def test_only_our_signal_is_sent_and_only_to_our_own_process(tmp_path: Path) -> 
         assert process.wait(60) == -stacks.SIGNAL
 
 
-def _ask(directory: Path, record: Record | None) -> str:
-    assert record is not None
-    return of_record(record, directory).line
-
-
 # -- removal -------------------------------------------------------------------------------------------
 
 
@@ -137,7 +131,7 @@ def test_only_directories_of_the_dead_make_room(tmp_path: Path, monkeypatch: pyt
     runs, stacks_of_running, foreign, elsewhere, writable, linked, dead = (tmp_path / name for name in names)
     for path in (runs, stacks_of_running, foreign, elsewhere, writable, dead, tmp_path / "target"):
         path.mkdir(mode=0o700)
-    alive = Progress(runs, rank=0, size=2, wrapper=1)
+    alive = Progress(runs, rank=0, size=2, wrapper=1)  # its file goes with it
     for path in (runs, foreign, elsewhere, writable, dead, tmp_path / "target"):
         _write_record(path, rank=1, pid=os.getpid(), born=1, host="elsewhere" if path == elsewhere else "")
     (stacks_of_running / f"stacks.{os.getpid()}").touch()
@@ -153,9 +147,7 @@ def test_only_directories_of_the_dead_make_room(tmp_path: Path, monkeypatch: pyt
 
     made = jobs.make_directory("f" * 32)
 
-    assert made is not None
     left = {path.name for path in tmp_path.iterdir()}
     expected = {runs, stacks_of_running, foreign, elsewhere, writable, linked, tmp_path / "target", made, *newer}
     assert left == {path.name for path in expected}
-    assert alive.path is not None
-    assert {path.name for path in runs.iterdir()} == {"wrapper1.rank0", "wrapper1.rank1"}
+    assert {path.name for path in runs.iterdir()} == {alive.path.name, "wrapper1.rank1"}

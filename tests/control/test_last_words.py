@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from paceline import DDP
 from paceline.control import last_words, own_files
 from paceline.errors import PeerFailedError, RankLostError
+from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
 # The group's time-out is 600; the machine may be busy.
@@ -80,30 +82,15 @@ def test_the_others_hear_of_an_exception_that_ends_a_program(ranks: Ranks, where
     assert "rank 1" in message
 
 
-def _echo(rank: int, world_size: int) -> bool:
-    """Whether the other ranks are told nothing."""
+@on_ranks()
+def test_an_error_that_others_caused_is_not_told_again(rank: int, world_size: int) -> None:
     ddp = DDP(nn.Linear(3, 3))
     dist.barrier()
     if rank == 0:
         for error in (RankLostError("another rank is gone"), KeyboardInterrupt()):
             sys.excepthook(type(error), error, None)
     dist.barrier()
-    return ddp._reducer.channel.news() is None
-
-
-def test_an_error_that_others_caused_is_not_told_again(ranks: Ranks) -> None:
-    assert ranks(_echo) == [True, True]
-
-
-class _Speaker:
-    def __init__(self, fails: bool) -> None:
-        self.fails = fails
-        self.heard: list[BaseException | None] = []
-
-    def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
-        if self.fails:
-            raise OSError("the store is gone")
-        self.heard.append(error)
+    assert ddp._reducer.channel.news() is None
 
 
 def test_the_hook_that_was_there_is_called_even_if_telling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,36 +98,26 @@ def test_the_hook_that_was_there_is_called_even_if_telling_fails(monkeypatch: py
     monkeypatch.setattr(last_words, "_hook", None)
     monkeypatch.setattr(own_files, "keep", False)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: seen.append(error))
-    speakers = [_Speaker(fails=True), _Speaker(fails=False)]
+    speakers = [mock.Mock(), mock.Mock()]
+    speakers[0].report.side_effect = OSError("the store is gone")
     for speaker in speakers:
         last_words.speak_for(speaker)
     error = ValueError("boom")
     sys.excepthook(ValueError, error, None)
     assert seen == [error]
     # Two speakers, one hook.
-    assert speakers[1].heard == [error]
-
-
-class _Lingering:
-    def __init__(self, deadlines: list[float]) -> None:
-        self._deadlines = deadlines
-
-    def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
-        raise AssertionError("an echo")
-
-    def linger(self, rank: int | None, *, deadline: float) -> None:
-        self._deadlines.append(deadline)
+    speakers[1].report.assert_called_once_with("its program", error, final=True)
 
 
 def test_all_wrappers_together_linger_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    deadlines: list[float] = []
-    speakers = [_Lingering(deadlines) for _ in range(3)]
+    speakers = [mock.Mock() for _ in range(3)]
     monkeypatch.setattr(last_words, "_speakers", speakers)
     monkeypatch.setattr(own_files, "keep", False)
     monkeypatch.setattr("atexit.register", lambda function: None)
     last_words._chain(lambda *args: None)(PeerFailedError, PeerFailedError("", rank=1), None)
-    assert len(deadlines) == 3
-    assert len(set(deadlines)) == 1
+    (lingered,) = {str(speaker.mock_calls) for speaker in speakers}
+    # They hear one deadline, and no report: this error is an echo.
+    assert lingered.startswith("[call.linger(1, deadline=")
 
 
 def test_importing_leaves_the_hook_alone() -> None:

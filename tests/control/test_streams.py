@@ -23,6 +23,7 @@ from paceline.control import Channel
 from paceline.errors import PeerError
 from paceline.testing import RankError
 from paceline.transport.creation import PlainGroup
+from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
 
@@ -136,7 +137,8 @@ def test_a_rank_that_was_killed_is_heard_of_by_the_next_call(ranks: Ranks) -> No
     assert told[3] < HEARD_WITHIN_S
 
 
-def _compile_together(rank: int, size: int) -> tuple[int, bool]:
+@on_ranks(timeout=180)
+def test_ranks_compile_together(rank: int, size: int) -> None:
     """Ranks that see different sizes agree on what is dynamic, over a group of the agreement's own."""
     torch._dynamo.reset()
     group = _join(rank, size)
@@ -144,9 +146,5 @@ def _compile_together(rank: int, size: int) -> tuple[int, bool]:
     with paceline.compiler.agreement(True, group=group) as agreed:
         for n in ([3, 3, 7], [4, 9, 9])[rank]:
             compiled(torch.ones(n))
-    assert agreed is not None
-    return len(agreed.compilations), any(made.difference for made in agreed.compilations)
-
-
-def test_ranks_compile_together(ranks: Ranks) -> None:
-    assert ranks(_compile_together, timeout=180) == [(1, False), (1, False)]
+    (made,) = agreed.compilations
+    assert not made.difference

@@ -7,7 +7,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Iterator
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -48,42 +48,30 @@ def test_text_that_is_no_unicode_is_sent_as_it_can_be() -> None:
     assert wire.decode(MessageKind.WORD, message, place=PLACE) == (("half \\ud800",),)
 
 
-def _altered(how: str) -> bytes:
-    message = wire.encode(MessageKind.REPLAN, *FIELDS[MessageKind.REPLAN], place=PLACE)
-    return {
-        "nothing": b"",
-        "truncated head": message[:7],
-        "truncated": message[:-1],
-        "longer": message + b"\x00",
-        "version": message[:2] + b"\x02" + message[3:],
-        "magic": b"PK" + message[2:],
-        "kind": wire.encode(MessageKind.WORD, ("x",), place=PLACE),
-        "flipped": message[:-3] + bytes([message[-3] ^ 1]) + message[-2:],
-        "replayed": wire.encode(MessageKind.REPLAN, *FIELDS[MessageKind.REPLAN], place="job/1/agree/graph/1/1"),
-        "another job": wire.encode(MessageKind.REPLAN, *FIELDS[MessageKind.REPLAN], place=PLACE.replace("job", "old")),
-        "oversized": message[:4] + struct.pack("<I", wire.LIMIT_BYTES + 1) + bytes(wire.LIMIT_BYTES + 9),
-    }[how]
+def _replan(place: str = PLACE) -> bytes:
+    return wire.encode(MessageKind.REPLAN, *FIELDS[MessageKind.REPLAN], place=place)
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("nothing", "too few"),
-        ("truncated head", "too few"),
-        ("truncated", "claims"),
-        ("longer", "claims"),
-        ("version", "version 2"),
-        ("magic", "begin"),
-        ("kind", "of kind"),
-        ("flipped", "seal"),
-        ("replayed", "seal"),
-        ("another job", "seal"),
-        ("oversized", "claims"),
-    ],
-)
-def test_what_is_not_the_message_is_refused(how: str, why: str) -> None:
+MESSAGE = _replan()
+ALTERED = {
+    "nothing": (b"", "too few"),
+    "truncated head": (MESSAGE[:7], "too few"),
+    "truncated": (MESSAGE[:-1], "claims"),
+    "longer": (MESSAGE + b"\x00", "claims"),
+    "version": (MESSAGE[:2] + b"\x02" + MESSAGE[3:], "version 2"),
+    "magic": (b"PK" + MESSAGE[2:], "begin"),
+    "kind": (wire.encode(MessageKind.WORD, ("x",), place=PLACE), "of kind"),
+    "flipped": (MESSAGE[:-3] + bytes([MESSAGE[-3] ^ 1]) + MESSAGE[-2:], "seal"),
+    "replayed": (_replan("job/1/agree/graph/1/1"), "seal"),
+    "another job": (_replan(PLACE.replace("job", "old")), "seal"),
+    "oversized": (MESSAGE[:4] + struct.pack("<I", wire.LIMIT_BYTES + 1) + bytes(wire.LIMIT_BYTES + 9), "claims"),
+}
+
+
+@pytest.mark.parametrize(("data", "why"), ALTERED.values(), ids=ALTERED)
+def test_what_is_not_the_message_is_refused(data: bytes, why: str) -> None:
     with pytest.raises(BadMessageError, match=why):
-        wire.decode(MessageKind.REPLAN, _altered(how), place=PLACE)
+        wire.decode(MessageKind.REPLAN, data, place=PLACE)
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:
@@ -172,31 +160,6 @@ def _try(kind: MessageKind, data: bytes) -> bool:
     return True
 
 
-class _Garbage:
-    """A store that answers every question with the next of some bytes."""
-
-    def __init__(self, answers: Iterator[bytes]) -> None:
-        self.answers = answers
-
-    def check(self, keys: list[str]) -> bool:
-        return True
-
-    def get(self, key: str) -> bytes:
-        return next(self.answers)
-
-    def add(self, key: str, n: int) -> int:
-        return 3
-
-    def set(self, key: str, value: bytes) -> None:
-        pass
-
-    def compare_set(self, key: str, expected: str, desired: bytes) -> None:
-        pass
-
-    def delete_key(self, key: str) -> None:
-        pass
-
-
 def test_garbage_in_the_store_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     """Everything that reads the store, on bytes that fit the place or do not: an answer at once, of the right type."""
 
@@ -206,7 +169,8 @@ def test_garbage_in_the_store_does_no_harm(caplog: pytest.LogCaptureFixture) -> 
             for wanted in ("given_up", "failure/1", "agree/graph/0/verdict", "agree/graph/0/1"):
                 yield _reseal(kind, data, f"job/1/{wanted}")
 
-    garbage: Any = _Garbage(answers())
+    # It answers every question with the next of these bytes, and takes everything.
+    garbage = mock.Mock(**{"check.return_value": True, "get.side_effect": answers(), "add.return_value": 3})
     board = Board(garbage, name="job/1")
     start = time.process_time()
     for n in range(500):

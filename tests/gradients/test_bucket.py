@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from paceline.gradients.grad_bucket import GradBucket
 from paceline.gradients.plan import ParameterSpec, make_plan
 from paceline.gradients.slots import Slot
 from paceline.gradients.strides import is_dense
+from tests.on_ranks import on_ranks
 
 
 def _param(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -30,19 +32,11 @@ def _bucket(
     sparse: bool = False,
 ) -> Bucket:
     """One bucket with ``params`` in their order; ``deferred`` holds positions."""
-    specs = [
-        ParameterSpec(
-            f"p{i}",
-            tuple(p.shape),
-            tuple(p.stride()),
-            str(p.dtype).removeprefix("torch."),
-            p.element_size(),
-            "cpu",
-            sparse=sparse,
-        )
-        for i, p in enumerate(params)
-    ]
-    (spec,) = make_plan(specs, caps_bytes=(10**9, 10**9), order=list(range(len(params)))).buckets
+    specs = []
+    for i, p in enumerate(params):
+        dtype = str(p.dtype).removeprefix("torch.")
+        specs.append(ParameterSpec(f"p{i}", p.shape, p.stride(), dtype, p.element_size(), "cpu", sparse=sparse))
+    (spec,) = make_plan(specs, caps_bytes=(10**9, 10**9), order=range(len(params))).buckets
     slots = []
     for position, param in enumerate(params):
         slot = Slot(f"p{position}", param)
@@ -57,14 +51,11 @@ def _bucket(
 
 
 def _flat(bucket: Bucket) -> list[float]:
-    assert bucket.payload is not None
     return bucket.payload.tolist()
 
 
 def _views(bucket: Bucket) -> list[Tensor]:
-    views = [slot.view for slot in bucket.slots]
-    assert all(view is not None for view in views)
-    return views  # type: ignore[return-value]
+    return [slot.view for slot in bucket.slots]
 
 
 def _absorb(slot: Slot, grad: Tensor, scale: float = 1.0) -> None:
@@ -79,7 +70,6 @@ def _absorb(slot: Slot, grad: Tensor, scale: float = 1.0) -> None:
 
 def test_views_lie_one_behind_the_other_in_the_flat_buffer() -> None:
     bucket = _bucket([_param(2, 3), _param(), _param(4)])
-    assert bucket.flat is not None
     assert bucket.flat.shape == (11,)
     assert bucket.tail is None
     for n, view in enumerate(_views(bucket)):
@@ -90,9 +80,6 @@ def test_views_lie_one_behind_the_other_in_the_flat_buffer() -> None:
 
 def test_the_tail_lies_behind_the_gradients() -> None:
     bucket = _bucket([_param(2), _param(3)], tail_numel=4)
-    assert bucket.flat is not None
-    assert bucket.payload is not None
-    assert bucket.tail is not None
     assert (bucket.flat.numel(), bucket.payload.numel(), bucket.tail.numel()) == (9, 5, 4)
     bucket.flat.zero_()
     bucket.tail.fill_(7)
@@ -102,32 +89,33 @@ def test_the_tail_lies_behind_the_gradients() -> None:
 def test_an_allocator_of_ones_own_is_used() -> None:
     # A transport may hand out a part of a larger block, which does not begin at its beginning.
     block = torch.zeros(100, dtype=torch.float64)
-    asked: list[tuple[int, torch.dtype, torch.device]] = []
-
-    def allocator(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        asked.append((numel, dtype, device))
-        return block[10 : 10 + numel]
-
+    allocator = mock.Mock(side_effect=lambda numel, *_: block[10 : 10 + numel])
     bucket = _bucket([_param(2, dtype=torch.float64), _param(3, dtype=torch.float64)], allocate=False)
     bucket.allocate(allocator, tail_numel=1)
-    assert asked == [(6, torch.float64, torch.device("cpu"))]
+    allocator.assert_called_once_with(6, torch.float64, torch.device("cpu"))
     _views(bucket)[1].fill_(5)
     assert block.nonzero().flatten().tolist() == [12, 13, 14]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.randn(4, 3, 2, 2),
-        lambda: torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
-        # Of size 1 it is contiguous in either format, but the strides differ.
-        lambda: torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last),
-        lambda: torch.randn(2, 3).t(),
-    ],
-    ids=["contiguous", "channels_last", "channels_last of size 1", "transposed"],
-)
-def test_a_view_has_the_strides_of_its_parameter(make: Any) -> None:
-    param = nn.Parameter(make())
+DENSE = {
+    "contiguous": torch.randn(4, 3, 2, 2),
+    "channels_last": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+    # Of size 1 it is contiguous in either format, but the strides differ.
+    "channels_last of size 1": torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(2, 3).t(),
+    "scalar": torch.randn(()),
+}
+WITH_HOLES = {
+    "slice": torch.randn(4, 6)[:, :3],
+    "step": torch.randn(8)[::2],
+    "expanded": torch.randn(1, 3).expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("tensor", DENSE.values(), ids=DENSE)
+def test_a_view_has_the_strides_of_its_parameter(tensor: Tensor) -> None:
+    param = nn.Parameter(tensor)
+    assert is_dense(param)
     bucket = _bucket([_param(5), param])
     view = _views(bucket)[1]
     assert view.stride() == param.stride()
@@ -137,17 +125,12 @@ def test_a_view_has_the_strides_of_its_parameter(make: Any) -> None:
         _absorb(bucket.slots[1], grad.clone())
         assert torch.equal(view, grad)
         # The bytes lie as they lie in the parameter, so an optimizer reads both in one pass.
-        assert bucket.payload is not None
         assert torch.equal(bucket.payload[5:].as_strided(param.shape, param.stride(), 5), grad)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: torch.randn(4, 6)[:, :3], lambda: torch.randn(8)[::2], lambda: torch.randn(1, 3).expand(4, 3)],
-    ids=["slice", "step", "expanded"],
-)
-def test_a_parameter_with_holes_gets_a_view_without(make: Any) -> None:
-    param = nn.Parameter(make())
+@pytest.mark.parametrize("tensor", WITH_HOLES.values(), ids=WITH_HOLES)
+def test_a_parameter_with_holes_gets_a_view_without(tensor: Tensor) -> None:
+    param = nn.Parameter(tensor)
     bucket = _bucket([param, _param(3)])
     first, second = _views(bucket)
     assert not is_dense(param)
@@ -176,25 +159,13 @@ def test_a_sparse_bucket_has_no_storage() -> None:
     assert (bucket.flat, bucket.slots[0].view, bucket.is_kept_by_somebody()) == (None, None, False)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "dense"),
-    [
-        (torch.empty(2, 3), True),
-        (torch.empty(2, 3).t(), True),
-        (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.empty(()), True),
-        (torch.empty(5, 1, 2), True),
-        (torch.empty(4, 6)[:, :3], False),
-        (torch.empty(8)[::2], False),
-        (torch.empty(1, 3).expand(4, 3), False),
-        (torch.empty(6).as_strided((3, 2), (1, 1)), False),
-    ],
-)
-def test_dense_means_without_holes_or_overlap(tensor: Tensor, dense: bool) -> None:
-    assert is_dense(tensor) == dense
+def test_what_overlaps_is_not_dense() -> None:
+    assert not is_dense(torch.empty(6).as_strided((3, 2), (1, 1)))
 
 
-def _cast_a_part(rank: int, size: int, part: int) -> list[tuple[torch.dtype, torch.dtype]]:
+@pytest.mark.parametrize("part", [0, 1])
+@on_ranks()
+def test_buckets_follow_a_cast_of_a_part_of_the_module(rank: int, size: int, part: int) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     ddp = paceline.DistributedDataParallel(module)
     module[0].register_forward_hook(lambda layer, args, output: output.to(module[1].weight.dtype))
@@ -203,14 +174,9 @@ def _cast_a_part(rank: int, size: int, part: int) -> list[tuple[torch.dtype, tor
             ddp.zero_grad()
             module[part].double()
         ddp(torch.ones(1, 2, dtype=module[0].weight.dtype)).sum().backward()
-    return [(param.dtype, param.grad.dtype) for param in module.parameters()]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_buckets_follow_a_cast_of_a_part_of_the_module(ranks: Callable[..., list[Any]], part: int) -> None:
-    wide, narrow = (torch.float64,) * 2, (torch.float32,) * 2
-    expected = [wide] * 2 + [narrow] * 2 if part == 0 else [narrow] * 2 + [wide] * 2
-    assert ranks(_cast_a_part, part) == [expected] * 2
+    for number, layer in enumerate(module):
+        wanted = torch.float64 if number == part else torch.float32
+        assert [(param.dtype, param.grad.dtype) for param in layer.parameters()] == [(wanted, wanted)] * 2
 
 
 def test_a_bucket_is_described_by_its_first_parameters() -> None:
@@ -263,34 +229,29 @@ def test_renewing_leaves_kept_gradients_and_moves_those_in_use() -> None:
     assert first.grad is None
     assert second.grad is bucket.slots[1].view
     assert second.grad.tolist() == [5.0, 5.0, 5.0]
-    assert bucket.tail is not None
     assert bucket.tail.numel() == 1
     assert not bucket.is_kept_by_somebody()
     _views(bucket)[0].fill_(9)
-    assert kept is not None
     assert kept.tolist() == [4.0, 4.0]
 
 
-def _keep_a_gradient(rank: int, size: int, dropped: str, steps: int) -> tuple[bool, bool]:
+# After the first step the buckets are laid out anew, and after the third no more.
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("dropped", ["all", "some"])
+@on_ranks()
+def test_a_kept_gradient_does_not_change_in_the_next_step(rank: int, size: int, dropped: str, steps: int) -> None:
+    """``zero_grad`` of an optimizer that has some of the parameters must be enough."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     ddp = paceline.DistributedDataParallel(module)
     for _ in range(steps):
         ddp.zero_grad()
         ddp(torch.ones(1, 2)).sum().backward()
     kept = module[0].weight.grad
-    assert kept is not None
     before = kept.clone()
     (module if dropped == "all" else module[0]).zero_grad()
     ddp(torch.full((1, 2), 5.0)).sum().backward()
-    return torch.equal(kept, before), kept is module[0].weight.grad
-
-
-# After the first step the buckets are laid out anew, and after the third no more.
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("dropped", ["all", "some"])
-def test_a_kept_gradient_does_not_change_in_the_next_step(ranks: Any, dropped: str, steps: int) -> None:
-    """``zero_grad`` of an optimizer that has some of the parameters must be enough."""
-    assert ranks(_keep_a_gradient, dropped, steps) == [(True, False)] * 2
+    assert torch.equal(kept, before)
+    assert kept is not module[0].weight.grad
 
 
 # -- absorbing -----------------------------------------------------------------------------------------
@@ -405,7 +366,6 @@ def test_a_value_from_before_is_saved_when_nothing_came(deferred: set[int], in_p
     assert _flat(bucket) == [3.0, 3.0]
     # Nobody used it: it is as it was.
     slot.hand_out(used=False)
-    assert slot.param.grad is not None
     assert slot.param.grad.tolist() == [6.0, 6.0]
     # It is not saved when something came.
     slot.forget()
@@ -490,19 +450,9 @@ def test_a_hook_may_set_another_buffer_or_resize_its_own() -> None:
     assert [grad.tolist() for grad in shown.gradients()] == [[1.0, 2.0], [3.0]]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
-        lambda: torch.randn(3, 2).t(),
-        lambda: torch.randn(4, 6)[:, :3],
-        lambda: torch.randn(8)[::2],
-        lambda: torch.randn(1, 3).expand(4, 3),
-    ],
-    ids=["channels_last", "transposed", "slice", "step", "expanded"],
-)
-def test_the_gradients_a_hook_sees_are_those_of_the_parameters(make: Any) -> None:
-    param = nn.Parameter(make())
+@pytest.mark.parametrize("tensor", (DENSE | WITH_HOLES).values(), ids=DENSE | WITH_HOLES)
+def test_the_gradients_a_hook_sees_are_those_of_the_parameters(tensor: Tensor) -> None:
+    param = nn.Parameter(tensor)
     bucket = _bucket([param, _param(30)])
     expected = torch.randn(param.shape)
     _absorb(bucket.slots[0], expected.clone())

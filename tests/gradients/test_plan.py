@@ -94,21 +94,19 @@ def test_each_kind_counts_its_own_buckets() -> None:
 # -- kinds ---------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_holds_one_dtype() -> None:
-    specs = [_spec(i, 3, dtype=dtype) for i, dtype in enumerate(["float32", "bfloat16", "float32", "bfloat16"])]
-    plan = make_plan(specs)
+@pytest.mark.parametrize(
+    ("kinds", "sizes_bytes"),
+    [
+        ([{"dtype": "float32"}, {"dtype": "bfloat16"}], [12, 24]),
+        ([{"device": "cuda:0"}, {"device": "cuda:1"}], [24, 24]),
+    ],
+)
+def test_a_bucket_holds_one_dtype_of_one_device(kinds: list[dict[str, str]], sizes_bytes: list[int]) -> None:
+    plan = make_plan([_spec(i, 3, **kinds[i % 2]) for i in range(4)])
     assert _members(plan) == [(3, 1), (2, 0)]
-    assert [(b.dtype, b.itemsize, b.numel, b.size_bytes) for b in plan.buckets] == [
-        ("bfloat16", 2, 6, 12),
-        ("float32", 4, 6, 24),
-    ]
-
-
-def test_a_bucket_holds_one_device() -> None:
-    specs = [_spec(i, 3, device=f"cuda:{i % 2}") for i in range(4)]
-    plan = make_plan(specs)
-    assert _members(plan) == [(3, 1), (2, 0)]
-    assert [bucket.device for bucket in plan.buckets] == ["cuda:1", "cuda:0"]
+    assert [bucket.size_bytes for bucket in plan.buckets] == sizes_bytes
+    for bucket, kind in zip(plan.buckets, reversed(kinds), strict=True):
+        assert {name: getattr(bucket, name) for name in kind} == kind
 
 
 def test_a_sparse_gradient_travels_alone_and_has_no_flat_size() -> None:

@@ -43,24 +43,12 @@ def test_flags_of_any_number_of_ranks_and_parameters_add_up_exactly(n_ranks: int
     n_buckets, n_params = rng.randint(1, 6), rng.randint(1, 60)
     code = StatusCode(n_ranks=n_ranks, n_buckets=n_buckets, n_params=n_params)
     # Dense flags: sums come near the largest that a number must hold.
-    statuses = [
-        Status(
-            1.0,
-            0.0,
-            0.0,
-            [float(rng.random() < 0.9) for _ in range(n_buckets)],
-            [float(rng.random() < 0.9) for _ in range(n_params)],
-        )
-        for _ in range(n_ranks)
-    ]
-    expected = Status(
-        float(n_ranks),
-        0.0,
-        0.0,
-        [sum(column) for column in zip(*(status.late for status in statuses), strict=True)],
-        [sum(column) for column in zip(*(status.used for status in statuses), strict=True)],
+    late, used = (
+        [[float(rng.random() < 0.9) for _ in range(n)] for _ in range(n_ranks)] for n in (n_buckets, n_params)
     )
-    assert _same(_sum(code, statuses), expected)
+    statuses = [Status(1.0, 0.0, 0.0, *flags) for flags in zip(late, used, strict=True)]
+    sums = [[sum(column) for column in zip(*rows, strict=True)] for rows in (late, used)]
+    assert _same(_sum(code, statuses), Status(float(n_ranks), 0.0, 0.0, *sums))
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5, 8, 1000])

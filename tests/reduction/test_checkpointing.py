@@ -41,44 +41,35 @@ def _train(rank, world_size, make, net, step, options):
 REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 
 
+OPTIONS = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "small": {"bucket_cap_mb": 0.0001},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
 @REENTRANT
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}],
-    ids=["plain", "view", "small"],
-)
+@pytest.mark.parametrize("options", ["plain", "view", "small"])
 def test_checkpointed_once(ranks, use_reentrant, options):
-    ranks(_train, _Net, {"use_reentrant": use_reentrant}, _square, {"steps": 4, **options})
+    ranks(_train, _Net, {"use_reentrant": use_reentrant}, _square, {"steps": 4, **OPTIONS[options]})
 
 
 @REENTRANT
 @pytest.mark.parametrize(("times", "spare"), [pytest.param(1, True, marks=ours_only), (3, False), (3, True)])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"static_graph": True},
-        pytest.param({}, marks=ours_only),
-        pytest.param({"find_unused_parameters": True}, marks=ours_only),
-        pytest.param({"gradient_as_bucket_view": True}, marks=ours_only),
-        pytest.param({"bucket_cap_mb": 0.0001}, marks=ours_only),
-    ],
-    ids=["static", "plain", "unused", "view", "small"],
+    "options", [pytest.param(name, marks=[ours_only] * (name != "static")) for name in OPTIONS], ids=OPTIONS
 )
 def test_layer_used_several_times_and_one_that_is_not(ranks, use_reentrant, times, spare, options):
     net = {"use_reentrant": use_reentrant, "times": times, "spare": spare}
-    ranks(_train, _Net, net, _square, {"steps": 4, **options})
+    ranks(_train, _Net, net, _square, {"steps": 4, **OPTIONS[options]})
 
 
 def _accumulated(model, r, i):
     with no_sync(model):
         _square(model, r, 10 + i)
     _square(model, r, i)
-
-
-@ours_only
-@REENTRANT
-def test_accumulated(ranks, use_reentrant):
-    ranks(_train, _Net, {"use_reentrant": use_reentrant, "times": 2}, _accumulated, {})
 
 
 class _Nested(nn.Module):
@@ -93,14 +84,6 @@ class _Nested(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.inside, self.a(x), use_reentrant=self.use_reentrant)
-
-
-@ours_only
-@REENTRANT
-def test_checkpoint_inside_a_checkpoint(ranks, use_reentrant):
-    # What torch says of the inner checkpoint while the outer one runs without grad.
-    allowed = (("None of the inputs have requires_grad", UserWarning),)
-    ranks(_train, _Nested, {"use_reentrant": use_reentrant}, _square, {}, allow_warnings=allowed)
 
 
 class _WholeModel(nn.Module):
@@ -119,12 +102,6 @@ def _with_gradient_of_input(model, r, i):
     model(batch(r, i).requires_grad_()).square().mean().backward()
 
 
-@REENTRANT
-def test_whole_model_checkpointed(ranks, use_reentrant):
-    net, options = {"use_reentrant": use_reentrant}, {"bucket_cap_mb": 0.0001}
-    ranks(_train, _WholeModel, net, _with_gradient_of_input, options)
-
-
 class _Ways(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
@@ -141,7 +118,17 @@ def _way_of_rank(model, r, i):
     model(batch(r, i), r).square().mean().backward()
 
 
-@ours_only
 @REENTRANT
-def test_ranks_checkpoint_different_layers(ranks, use_reentrant):
-    ranks(_train, _Ways, {"use_reentrant": use_reentrant}, _way_of_rank, {})
+@pytest.mark.parametrize(
+    ("make", "net", "step", "options"),
+    [
+        pytest.param(_Net, {"times": 2}, _accumulated, {}, id="accumulated", marks=ours_only),
+        pytest.param(_Nested, {}, _square, {}, id="a checkpoint inside a checkpoint", marks=ours_only),
+        pytest.param(_WholeModel, {}, _with_gradient_of_input, OPTIONS["small"], id="the whole model"),
+        pytest.param(_Ways, {}, _way_of_rank, {}, id="different layers on each rank", marks=ours_only),
+    ],
+)
+def test_other_ways_to_checkpoint(ranks, use_reentrant, make, net, step, options):
+    # What torch says of the inner checkpoint while the outer one runs without grad.
+    allowed = (("None of the inputs have requires_grad", UserWarning),)
+    ranks(_train, make, {"use_reentrant": use_reentrant, **net}, step, options, allow_warnings=allowed)

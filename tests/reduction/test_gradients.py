@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, assert_grads, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
+from tests.reference import DDP, assert_grads, batch, compare_with_reference, no_sync, ours_only
 
 FLAGS = [
     {},
@@ -49,15 +49,10 @@ def _square(model, rank, i):
 # -- training against a single process -----------------------------------------------------------------------
 
 
-class _Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.a(x).tanh()) + self.a(x)
+def _shared():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second, first)
 
 
 class _OutOfOrder(nn.Module):
@@ -85,15 +80,12 @@ class _RankOrder(nn.Module):
         return self.a(self.b(x).tanh()) if flip else self.b(self.a(x).tanh())
 
 
-class _Words(nn.Module):
-    def __init__(self, also_dense=True):
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
-        self.head = nn.Linear(4, 2) if also_dense else None
+def _words():
+    return nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), nn.Linear(4, 2))
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        return x if self.head is None else self.head(x)
+
+def _words_alone():
+    return _words()[:1]
 
 
 def _tokens(rank, i):
@@ -181,7 +173,7 @@ def _forwards_without_backward_in_between(model, r, i):
 def _sparse_embedding(model, r, i):
     model(_tokens(r, i)).square().mean().backward()
     inner = model.module if isinstance(model, DDP) else model
-    assert inner.embedding.weight.grad.is_sparse
+    assert inner[0].weight.grad.is_sparse
 
 
 def _sparse_embedding_accumulated(model, r, i):
@@ -214,8 +206,7 @@ def _output_changed_in_place(model, r, i):
 
 
 def _train(rank, world_size, make, step, options):
-    ddp = compare_with_reference(rank, world_size, make, step, **options)
-    assert_in_sync(ddp.module)
+    compare_with_reference(rank, world_size, make, step, **options)
 
 
 def _cases(step, make=_mlp, *, flags=({},), ours=False, **options):
@@ -227,26 +218,24 @@ def _cases(step, make=_mlp, *, flags=({},), ours=False, **options):
     ]
 
 
-def _words_alone():
-    return _Words(also_dense=False)
-
-
 TRAININGS = [
+    *_cases(_square, flags=[{**each, "set_to_none": none} for each in FLAGS for none in (True, False)], steps=4),
     *_cases(_gradients_dropped_zeroed_and_replaced, flags=FLAGS[:3], steps=6),
     *_cases(_accumulation_in_no_sync, flags=[*FLAGS[:4], FLAGS[6]]),
     *_cases(_accumulation_in_no_sync, flags=[{**each, "set_to_none": False} for each in [*FLAGS[:4], FLAGS[6]]]),
     *_cases(_accumulation_with_every_backward_synchronised, flags=FLAGS[:4]),
     *_cases(_accumulation_in_no_sync, flags=[{"static_graph": True}], ours=True),
     *_cases(_no_sync_around_forward_only, ours=True),
+    *_cases(_no_sync_around_one_backward, ours=True),
     *_cases(_two_backwards_of_one_forward, ours=True),
     *_cases(_no_sync_now_and_then, steps=12, lr=0.05),
     *_cases(_several_forwards_before_one_backward, flags=FLAGS[:2]),
     *_cases(_several_forwards_then_as_many_backwards, ours=True, steps=4),
     *_cases(_forwards_without_backward_in_between),
-    *_cases(_square, _Shared, flags=[*FLAGS[:3], FLAGS[4]]),
-    *_cases(_sparse_embedding, _Words, flags=FLAGS[:2]),
+    *_cases(_square, _shared, flags=[*FLAGS[:3], FLAGS[4]]),
+    *_cases(_sparse_embedding, _words, flags=FLAGS[:2]),
     *_cases(_sparse_embedding, _words_alone, flags=FLAGS[:2]),
-    *_cases(_sparse_embedding_accumulated, _Words),
+    *_cases(_sparse_embedding_accumulated, _words),
     *_cases(_square, _OutOfOrder, flags=[{"bucket_cap_mb": 0.00005}, {"bucket_cap_mb": 0.0001, "static_graph": True}]),
     *_cases(_gradients_ready_in_another_order_on_each_rank, _RankOrder, steps=4, bucket_cap_mb=0.0001),
     *_cases(_autograd_grad_before_backward_of_the_same_loss),
@@ -257,16 +246,7 @@ TRAININGS = [
 
 @pytest.mark.parametrize(("make", "step", "options"), TRAININGS)
 def test_training_is_that_of_one_process(ranks, make, step, options):
-    ranks(_train, make, step, options)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("flags", FLAGS, ids=_flag_id)
-def test_flags_change_no_gradient(ranks, flags, set_to_none):
-    allowed = ()
-    if "find_unused_parameters" in flags:
-        allowed = (("find_unused_parameters=True was specified", UserWarning),)
-    ranks(_train, _mlp, _square, {"steps": 4, "set_to_none": set_to_none, **flags}, allow_warnings=allowed)
+    ranks(_train, make, step, options, allow_warnings=(("find_unused_parameters=True was specified", UserWarning),))
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -274,38 +254,26 @@ def test_other_world_sizes(ranks, world_size):
     ranks(_train, _mlp, _square, {"steps": 4}, world_size=world_size)
 
 
+def _convolutions():
+    first, second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+
+
+@ours_only
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.001}],
+    ids=_flag_id,
+)
 @on_ranks()
-def test_equal_to_the_concatenated_batch(rank, world_size):
-    ddp, reference = _pair()
-    _square(ddp, rank, 0)
-    reference(torch.cat([batch(r) for r in range(world_size)])).square().mean().backward()
-    assert_grads(ddp, {name: p.grad for name, p in reference.named_parameters()})
-
-
-class _Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(4, 4, 3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(36, 3),
-        )
-
-    def forward(self, x):
-        return self.net(x)
-
-
-def _bit_equal(rank, world_size, flags, momentum):
+def test_bit_equal_to_torch(rank, world_size, flags):
     torch.manual_seed(0)
-    ours, stock = _Convolutions(), _Convolutions()
+    ours, stock = _convolutions(), _convolutions()
     stock.load_state_dict(ours.state_dict())
     pairs = []
     for model, wrapper in ((ours, DDP), (stock, StockDDP)):
         ddp = wrapper(model, **flags)
-        pairs.append((ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=momentum)))
+        pairs.append((ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)))
     for i in range(5):
         x = batch(rank, i, 2, 3, 5, 5).float()
         for ddp, optimizer in pairs:
@@ -317,21 +285,14 @@ def _bit_equal(rank, world_size, flags, momentum):
             assert torch.equal(p, q), f"step {i}: {name}"
 
 
-@ours_only
-@pytest.mark.parametrize(
-    "flags",
-    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.001}],
-    ids=_flag_id,
-)
-def test_bit_equal_to_torch(ranks, flags):
-    ranks(_bit_equal, flags, 0.9)
-
-
 # -- gradients live in the bucket ----------------------------------------------------------------------------
 
 
-def _storages(rank, world_size, flags, set_to_none):
-    """Bytes of storage behind the gradients at rest, and whether they were replaced between steps."""
+@ours_only
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("flags", FLAGS[:2], ids=_flag_id)
+@on_ranks()
+def test_gradients_live_in_the_bucket(rank, world_size, flags, set_to_none):
     torch.manual_seed(0)
     model = _mlp()
     ddp = DDP(model, **flags)
@@ -340,17 +301,9 @@ def _storages(rank, world_size, flags, set_to_none):
         ddp(batch(rank, i).float()).square().mean().backward()
     storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}
     needed = sum(p.numel() * p.element_size() for p in model.parameters())
-    return len(storages), sum(storages.values()), needed
-
-
-@ours_only
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("flags", FLAGS[:2], ids=_flag_id)
-def test_gradients_live_in_the_bucket(ranks, flags, set_to_none):
-    for count, held, needed in ranks(_storages, flags, set_to_none):
-        assert count == 1, "six small gradients belong in one bucket"
-        # Some padding for alignment is fair; a second copy is not.
-        assert needed <= held < 2 * needed
+    assert len(storages) == 1, "six small gradients belong in one bucket"
+    # Some padding for alignment is fair; a second copy is not.
+    assert needed <= sum(storages.values()) < 2 * needed
 
 
 # -- no_sync -------------------------------------------------------------------------------------------------
@@ -418,14 +371,14 @@ def test_channels_last_gradients_keep_their_strides(rank, world_size, flags):
         model(x).square().mean().backward()
 
     def make():
-        return _Convolutions().to(memory_format=torch.channels_last)
+        return _convolutions().to(memory_format=torch.channels_last)
 
     ddp = compare_with_reference(rank, world_size, make, step, **flags)
     for _ in range(2):
         step(ddp, rank, 5)
         for name, p in ddp.module.named_parameters():
             assert p.grad.stride() == p.stride(), name
-    assert ddp.module.net[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+    assert ddp.module[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
     # One that torch calls contiguous all the same, and nothing else that is not.
     pointwise = nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last)
@@ -458,32 +411,27 @@ def _bucket_layout(rank, world_size, options, steps):
 LAYER = 64 * 64 + 64
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_one_bucket_when_all_fits(ranks, steps):
-    for seen in ranks(_bucket_layout, {}, steps):
-        assert [numel for _, numel, _ in seen] == [6 * LAYER]
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_cap_splits_into_buckets_launched_in_order(ranks, steps):
-    # Less than a layer in float32 (16.6 kB): no two layers share a bucket once buckets are rebuilt.
-    for seen in ranks(_bucket_layout, {"bucket_cap_mb": 0.01}, steps):
-        assert [index for index, _, _ in seen] == list(range(len(seen)))
-        # The first iteration may run with a first bucket of torch's default size.
-        assert len(seen) >= (6 if steps > 1 else 1)
-        assert sum(numel for _, numel, _ in seen) == 6 * LAYER
-        # Backward reaches the last layer first.
-        assert seen[0][2][0] in [(64,), (64, 64)]
-
-
-def test_ranks_agree_on_the_layout(ranks):
-    first, second = ranks(_bucket_layout, {"bucket_cap_mb": 0.02}, 3)
-    assert first == second
-
-
-def test_bucket_cap_mb_list(ranks):
-    for seen in ranks(_bucket_layout, {"bucket_cap_mb_list": [1, 25]}, 3):
-        assert sum(numel for _, numel, _ in seen) == 6 * LAYER
+# The first iteration may run with a first bucket of torch's default size. 0.01 MB is less than a layer (16.6 kB).
+@pytest.mark.parametrize(
+    ("options", "steps", "least"),
+    [
+        ({}, 1, 1),
+        ({}, 3, 1),
+        ({"bucket_cap_mb": 0.01}, 1, 1),
+        ({"bucket_cap_mb": 0.01}, 3, 6),
+        ({"bucket_cap_mb": 0.02}, 3, 2),
+        ({"bucket_cap_mb_list": [1, 25]}, 3, 1),
+    ],
+)
+def test_buckets_are_launched_in_order_and_ranks_agree_on_them(ranks, options, steps, least):
+    seen, others = ranks(_bucket_layout, options, steps)
+    assert seen == others
+    assert [index for index, _, _ in seen] == list(range(len(seen)))
+    assert len(seen) >= least
+    assert options or len(seen) == 1, "all fits into one"
+    assert sum(numel for _, numel, _ in seen) == 6 * LAYER
+    # Backward reaches the last layer first.
+    assert seen[0][2][0] in [(64,), (64, 64)]
 
 
 # -- autograd.grad, hooks of users, stats --------------------------------------------------------------------
@@ -549,9 +497,7 @@ def test_stats(rank, world_size):
 
 @ours_only
 @on_ranks()
-def test_no_sync_around_backward_only(rank, world_size):
-    compare_with_reference(rank, world_size, _mlp, _no_sync_around_one_backward)
-    # And between the two, the gradient is this rank's own.
+def test_no_sync_around_backward_only_leaves_the_local_gradient(rank, world_size):
     ddp, local = _pair()
     out = ddp(batch(rank))
     with ddp.no_sync():

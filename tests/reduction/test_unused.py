@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.errors import ContractError, PacelineError
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
+from tests.reference import DDP, batch, compare_with_reference, no_sync, ours_only
 
 
 class _Experts(nn.Module):
@@ -47,13 +47,12 @@ STATIC = {"static_graph": True}
 SKIP = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
 
 
-def _train(rank, world_size, make, step, options):
-    ddp = compare_with_reference(rank, world_size, make, step, **options)
-    assert_in_sync(ddp.module)
+def _train(rank, world_size, step, options):
+    compare_with_reference(rank, world_size, _Experts, step, **options)
 
 
 def _routed(rank, world_size, table, options):
-    _train(rank, world_size, _Experts, _route(table), {"steps": 5, **options})
+    _train(rank, world_size, _route(table), {"steps": 5, **options})
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -67,20 +66,17 @@ def test_unused_parameters(ranks, table, view, set_to_none, find):
     ranks(_routed, table, options)
 
 
-@ours_only
-def test_small_buckets_some_wholly_unused(ranks):
-    ranks(_routed, CHANGING, {"bucket_cap_mb": 0.00005})
-
-
-@ours_only
-def test_four_ranks_each_with_its_expert(ranks):
-    table = (((0,),), ((1,),), ((0, 1),), ((1,), (0,)))
-    ranks(_routed, table, {}, world_size=4)
-
-
-@pytest.mark.parametrize("promise", [STATIC, SKIP], ids=["static_graph", "skip"])
-def test_a_promise_that_is_kept(ranks, promise):
-    ranks(_routed, SAME, promise)
+@pytest.mark.parametrize(
+    ("table", "options"),
+    [
+        pytest.param(CHANGING, {"bucket_cap_mb": 0.00005}, id="small buckets, some wholly unused", marks=ours_only),
+        pytest.param((((0,),), ((1,),), ((0, 1),), ((1,), (0,))), {}, id="four ranks", marks=ours_only),
+        pytest.param(SAME, STATIC, id="a static graph, as promised"),
+        pytest.param(SAME, SKIP, id="some are skipped, as promised"),
+    ],
+)
+def test_unused_parameters_otherwise(ranks, table, options):
+    ranks(_routed, table, options, world_size=len(table))
 
 
 # -- what unused gradients look like -------------------------------------------------------------------------
@@ -136,33 +132,23 @@ def _used_only_under_no_sync_and_on_one_rank(model, r, i):
     model(batch(r, 50 + i), (2,)).square().sum().backward()
 
 
-class _Outside(nn.Module):
-    """The head is a parameter of the wrapped module that is used outside of its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.body(x)
-
-
 def _used_outside_of_forward(model, r, i):
+    """An expert that is a parameter of the wrapped module and is used outside of its forward."""
     inner = model.module if isinstance(model, DDP) else model
-    inner.head(model(batch(r, i)).tanh()).square().sum().backward()
+    x = model(batch(r, i), (0, 2)).tanh()
+    inner.experts[1](torch.cat([x, x], 1)).square().sum().backward()
 
 
 @pytest.mark.parametrize(
-    ("make", "step"),
+    "step",
     [
-        pytest.param(_Experts, _used_only_under_no_sync, marks=ours_only),
-        pytest.param(_Experts, _used_only_under_no_sync_and_on_one_rank, marks=ours_only),
-        (_Outside, _used_outside_of_forward),
+        pytest.param(_used_only_under_no_sync, marks=ours_only),
+        pytest.param(_used_only_under_no_sync_and_on_one_rank, marks=ours_only),
+        _used_outside_of_forward,
     ],
 )
-def test_parameters_that_are_used_elsewhere(ranks, make, step):
-    ranks(_train, make, step, {})
+def test_parameters_that_are_used_elsewhere(ranks, step):
+    ranks(_train, step, {})
 
 
 # -- broken contracts ----------------------------------------------------------------------------------------
@@ -211,15 +197,11 @@ def test_group_is_usable_after_a_broken_contract(rank, world_size):
     compare_with_reference(rank, world_size, _Experts, _route(CHANGING))
 
 
-class _Passes(nn.Module):
+class _Passes(nn.Linear):
     """The second output leads to the input but to no parameter."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1, bias=False)
-
     def forward(self, x):
-        return self.layer(x), 2 * x
+        return super().forward(x), 2 * x
 
 
 @ours_only
@@ -227,13 +209,13 @@ class _Passes(nn.Module):
 @on_ranks(group_timeout_s=60)
 def test_a_loss_of_an_output_that_leads_to_no_parameter(rank, world_size, options):
     torch.manual_seed(0)
-    model = _Passes()
+    model = _Passes(3, 1, bias=False)
     ddp = DDP(model, **options)
     for _ in range(3):
         x = torch.full((1, 3), rank + 1.0, requires_grad=True)
         ddp(x)[rank].sum().backward()
-        assert model.layer.weight.grad.tolist() == [[0.5] * 3]
-        want = model.layer.weight.detach() if rank == 0 else torch.full((1, 3), 2.0)
+        assert model.weight.grad.tolist() == [[0.5] * 3]
+        want = model.weight.detach() if rank == 0 else torch.full((1, 3), 2.0)
         assert torch.equal(x.grad, want)
         ddp.zero_grad()
 
@@ -251,9 +233,6 @@ class _AsDataclass:
 
 class _AsModelOutput(OrderedDict):
     """A dictionary whose items are attributes, as of some libraries."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)
@@ -274,15 +253,10 @@ def _loss_of(output):
     return output["loss"] if isinstance(output, dict) else output.loss
 
 
-class _PackedOutput(nn.Module):
-    def __init__(self, pack):
-        super().__init__()
-        self.layer = nn.Linear(3, 1, bias=False)
-        self.pack = pack
-
-    def forward(self, x, uses):
-        hidden = self.layer(x) if uses else x * 1
-        return self.pack(hidden=hidden, loss=hidden.sum())
+class _PackedOutput(nn.Linear):
+    def forward(self, x, uses, pack):
+        hidden = super().forward(x) if uses else x * 1
+        return pack(hidden=hidden, loss=hidden.sum())
 
 
 @ours_only
@@ -294,28 +268,24 @@ class _PackedOutput(nn.Module):
 @on_ranks(group_timeout_s=60)
 def test_a_rank_that_uses_no_parameter_may_pack_its_outputs(rank, world_size, pack):
     torch.manual_seed(0)
-    model = _PackedOutput(pack)
+    model = _PackedOutput(3, 1, bias=False)
     ddp = DDP(model)
     for _ in range(3):
-        output = ddp(torch.ones(1, 3), uses=rank == 0)
+        output = ddp(torch.ones(1, 3), rank == 0, pack)
         assert pack in (_as_dict, _as_nested) or type(output) is pack
         loss = _loss_of(output)
         if pack is _AsModelOutput:
             assert output.loss is loss
         loss.backward()
-        assert model.layer.weight.grad.tolist() == [[0.5] * 3]
+        assert model.weight.grad.tolist() == [[0.5] * 3]
         ddp.zero_grad()
 
 
-class _Doubles(nn.Module):
+class _Doubles(nn.Linear):
     """A layer, or twice the input, which depends on no parameter."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
     def forward(self, x, uses):
-        return self.layer(x) if uses else x * 2
+        return super().forward(x) if uses else x * 2
 
 
 @ours_only
@@ -325,4 +295,4 @@ def test_no_parameter_used_at_all_on_one_rank(rank, world_size, options):
     def step(model, r, i):
         model(batch(r, i).requires_grad_(r == 1), r == 0).square().sum().backward()
 
-    compare_with_reference(rank, world_size, _Doubles, step, **options)
+    compare_with_reference(rank, world_size, lambda: _Doubles(4, 2), step, **options)

@@ -68,10 +68,6 @@ class Case:
 # -- what a rank does -------------------------------------------------------------------------------------------
 
 
-def _nothing() -> None:
-    pass
-
-
 def _collectives() -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(1000))
@@ -118,7 +114,7 @@ def _steps() -> None:
 
 
 WORKS: dict[str, Callable[[], None]] = {
-    "nothing": _nothing,
+    "nothing": lambda: None,
     "collectives": _collectives,
     "works kept": _works_kept,
     "works dropped": _works_dropped,
@@ -130,20 +126,8 @@ WORKS: dict[str, Callable[[], None]] = {
 }
 
 
-def _destroy() -> None:
-    dist.destroy_process_group()
-
-
-def _exit() -> NoReturn:
-    sys.exit(STATUS)
-
-
 def _raise() -> NoReturn:
     raise RuntimeError("the end of this program")
-
-
-def _exit_at_once() -> NoReturn:
-    os._exit(STATUS)
 
 
 def _terminated() -> None:
@@ -156,12 +140,12 @@ def _terminated_politely() -> None:
 
 
 ENDS: dict[str, tuple[Callable[[], None], int]] = {
-    "falls off": (_nothing, 0),
+    "falls off": (lambda: None, 0),
     "shutdown": (paceline.shutdown, 0),
-    "destroy": (_destroy, 0),
-    "exit": (_exit, STATUS),
+    "destroy": (dist.destroy_process_group, 0),
+    "exit": (lambda: sys.exit(STATUS), STATUS),
     "exception": (_raise, 1),
-    "os._exit": (_exit_at_once, STATUS),
+    "os._exit": (lambda: os._exit(STATUS), STATUS),
     "SIGTERM": (_terminated, -signal.SIGTERM),
     "SIGTERM handled": (_terminated_politely, STATUS),
 }
@@ -216,9 +200,12 @@ def serve() -> Case | None:
             if child == 0:
                 _redirect(path)
                 os.environ.update(environ)
+                if case["is_fresh"]:
+                    os.execv(sys.executable, [sys.executable, "-m", "tests.run.ends", "rank", json.dumps(case)])
                 return Case(**case)
             ranks.append(child)
-        answers.write(json.dumps(_statuses(ranks)) + "\n")
+        deadline = time.monotonic() + BOUND_S
+        answers.write(json.dumps([_status(rank, deadline) for rank in ranks]) + "\n")
     return None
 
 
@@ -229,26 +216,17 @@ def _redirect(path: str) -> None:
         os.dup2(fd, target)
 
 
-def _statuses(ranks: list[int]) -> list[int | None]:
-    """How the processes have ended; None for one that has not in time, and is killed."""
-    deadline = time.monotonic() + BOUND_S
-    handles = {pid: os.pidfd_open(pid) for pid in ranks}
-    found: dict[int, int | None] = dict.fromkeys(ranks)
-    while None in found.values() and time.monotonic() < deadline:
-        waited = [handles[pid] for pid, status in found.items() if status is None]
-        ready, _, _ = select.select(waited, [], [], deadline - time.monotonic())
-        for pid in ranks:
-            if handles[pid] in ready:
-                found[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    for pid, status in found.items():
-        if status is None:
-            os.kill(pid, signal.SIGUSR1)
-            select.select([handles[pid]], [], [], 1.0)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    for handle in handles.values():
-        os.close(handle)
-    return [found[pid] for pid in ranks]
+def _status(pid: int, deadline: float) -> int | None:
+    """How a process has ended; None for one that has not by then, and is killed after it has written its stacks."""
+    handle = os.pidfd_open(pid)
+    in_time = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]
+    if not in_time:
+        os.kill(pid, signal.SIGUSR1)
+        select.select([handle], [], [], 1.0)
+        os.kill(pid, signal.SIGKILL)
+    os.close(handle)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status if in_time else None
 
 
 class Host:
@@ -256,51 +234,26 @@ class Host:
 
     def __init__(self, place: Place) -> None:
         self.address = place.address
-        self._place = place
-        self._server = self._popen("serve", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._fresh: list[subprocess.Popen[str]] = []
+        # Entering a mount namespace leaves the working directory.
+        paths = os.pathsep.join([str(_ROOT), *(os.path.abspath(path) for path in sys.path if path)])
+        environ = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | place.environ
+        command = [*place.enter, sys.executable, "-m", "tests.run.ends", "serve"]
+        pipe = subprocess.PIPE
+        self._server = subprocess.Popen(command, text=True, env=environ, stdin=pipe, stdout=pipe)
 
     def start(self, case: Case, environs: list[dict[str, str]], errors: list[Path]) -> None:
         """Start a rank for each of ``environs``; what it writes goes to its file of ``errors``."""
-        if not case.is_fresh:
-            assert self._server.stdin is not None
-            asked = [asdict(case), environs, [str(path) for path in errors]]
-            self._server.stdin.write(json.dumps(asked) + "\n")
-            self._server.stdin.flush()
-            return
-        for environ, path in zip(environs, errors, strict=True):
-            with path.open("a") as file:
-                told = json.dumps(asdict(case))
-                self._fresh.append(self._popen("rank", told, environ=environ, stdout=file, stderr=file))
+        asked = [asdict(case), environs, [str(path) for path in errors]]
+        self._server.stdin.write(json.dumps(asked) + "\n")
+        self._server.stdin.flush()
 
     def statuses(self) -> list[int | None]:
         """How the ranks that were started last have ended."""
-        if self._fresh:
-            ranks, self._fresh = self._fresh, []
-            return [_status(rank) for rank in ranks]
-        assert self._server.stdout is not None
-        found: list[int | None] = json.loads(self._server.stdout.readline())
-        return found
+        return json.loads(self._server.stdout.readline())
 
     def close(self) -> None:
         """End the server."""
         self._server.communicate()
-
-    def _popen(self, *args: str, environ: dict[str, str] | None = None, **pipes: Any) -> subprocess.Popen[str]:
-        # Entering a mount namespace leaves the working directory.
-        paths = os.pathsep.join([str(_ROOT), *(os.path.abspath(path) for path in sys.path if path)])
-        inherited = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | self._place.environ | (environ or {})
-        command = [*self._place.enter, sys.executable, "-m", "tests.run.ends", *args]
-        return subprocess.Popen(command, text=True, env=inherited, **pipes)
-
-
-def _status(process: subprocess.Popen[str]) -> int | None:
-    try:
-        return process.wait(BOUND_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return None
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------
@@ -360,11 +313,11 @@ def judge(case: Case, rank: int, size: int, status: int | None, said: str) -> st
 class Loop:
     """Runs cases, and counts."""
 
-    def __init__(self, groups: list[str], *, places: list[Place]) -> None:
+    def __init__(self, hosts: dict[str, list[Host]]) -> None:
+        """``hosts`` has, by the kind of group, where its ranks are."""
         self.runs = self.ends = 0
-        self.groups = groups
-        alone = Host(Place([], "127.0.0.1", {}))
-        self._hosts = {"gloo": [alone], "shm": [alone], "two hosts": [Host(place) for place in places]}
+        self.groups = list(hosts)
+        self._hosts = hosts
 
     def run(self, cases: Iterable[Case], progress: Callable[[str], Any] = lambda line: None) -> list[str]:
         """What was wrong."""
@@ -382,22 +335,17 @@ class Loop:
                 )
         return wrong
 
-    def close(self) -> None:
-        for host in {id(host): host for hosts in self._hosts.values() for host in hosts}.values():
-            host.close()
-
 
 @contextlib.contextmanager
 def loop() -> Iterator[Loop]:
     """With groups of two hosts, if namespaces can be made here."""
     with contextlib.ExitStack() as stack:
-        groups, places = ["gloo", "shm"], []
+        places = [Place([], "127.0.0.1", {})]
         if why_no_hosts() is None:
-            hosts = stack.enter_context(Hosts(ranks_per_host=0))
-            groups, places = list(GROUPS), [hosts.place(host) for host in range(2)]
-        made = Loop(groups, places=places)
-        stack.callback(made.close)
-        yield made
+            spaces = stack.enter_context(Hosts(ranks_per_host=0))
+            places += [spaces.place(host) for host in range(2)]
+        alone, *others = [stack.enter_context(contextlib.closing(Host(place))) for place in places]
+        yield Loop({"gloo": [alone], "shm": [alone], **({"two hosts": others} if others else {})})
 
 
 def main() -> int:

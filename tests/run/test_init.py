@@ -36,17 +36,13 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_single_rank_needs_no_variables() -> None:
     world = init(device="cpu")
     assert world == World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="gloo")
+    with pytest.raises(FrozenInstanceError):
+        world.rank = 1  # type: ignore[misc]
     value = torch.tensor([3.0])
     dist.all_reduce(value)
     assert value.item() == 3.0
     dist.barrier()
     assert dist.get_world_size(dist.new_group([0])) == 1
-
-
-def test_what_it_returns_is_frozen() -> None:
-    world = init(device="cpu")
-    with pytest.raises(FrozenInstanceError):
-        world.rank = 1  # type: ignore[misc]
 
 
 def test_the_variables_are_used_when_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +114,10 @@ def test_half_set_variables_are_an_error_that_names_them(missing: str, monkeypat
     assert not dist.is_initialized()
 
 
-def test_a_lone_local_rank_is_half_set_too() -> None:
+def test_local_rank_is_the_rank_where_nothing_else_is_said() -> None:
+    assert Launch.read({"PATH": "/bin"}) is None
     with pytest.raises(BadArgumentError, match="LOCAL_RANK set, RANK, WORLD_SIZE"):
         Launch.read({"LOCAL_RANK": "0"})
-
-
-def test_no_variables_are_no_launch() -> None:
-    assert Launch.read({"PATH": "/bin"}) is None
-
-
-def test_local_rank_is_the_rank_where_nothing_else_is_said() -> None:
     assert Launch.read(FULL) == Launch(rank=1, local_rank=1, world_size=4)
     assert Launch.read(FULL | {"LOCAL_RANK": "0"}) == Launch(rank=1, local_rank=0, world_size=4)
 
@@ -169,23 +159,16 @@ def test_bad_arguments_start_nothing(options: dict[str, object], error: type[Exc
     assert init(device="cpu").world_size == 1
 
 
-class _Accelerator:
-    """A machine with two devices of a kind, as `paceline.init` sees it; nothing is run on them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, vendor: str, available: bool = True) -> None:
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-        real = dist.get_default_backend_for_device
-        monkeypatch.setattr(
-            dist,
-            "get_default_backend_for_device",
-            lambda device: vendor if torch.device(device).type == "xpu" else real(device),
-        )
-        monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo" or available)
+def _have_accelerators(monkeypatch: pytest.MonkeyPatch, *, vendor: str, available: bool = True) -> None:
+    """Have two devices of a kind, as `paceline.init` sees it; nothing is run on them."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: vendor)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo" or available)
 
 
 def test_an_accelerator_is_chosen_by_local_rank_with_gloo_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _Accelerator(monkeypatch, vendor="xccl")
+    _have_accelerators(monkeypatch, vendor="xccl")
     choose = importlib.import_module("paceline.run.init")._device
     assert choose(None, local_rank=1) == torch.device("xpu", 1)
     assert choose("xpu:0", local_rank=1) == torch.device("xpu", 0)
@@ -233,11 +216,11 @@ def test_what_carries_collectives_is_chosen_and_said_once(
 
 
 def test_gloo_stands_in_for_a_vendor_backend_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    _Accelerator(monkeypatch, vendor="xccl", available=False)
+    _have_accelerators(monkeypatch, vendor="xccl", available=False)
     assert default_backend(torch.device("xpu", 0)) == "gloo"
 
 
 def test_an_accelerator_without_a_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    _Accelerator(monkeypatch, vendor="gloo")
+    _have_accelerators(monkeypatch, vendor="gloo")
     choose = importlib.import_module("paceline.run.init")._device
     assert choose(None, local_rank=0) == torch.device("cpu")

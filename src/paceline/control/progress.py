@@ -21,6 +21,7 @@ import weakref
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -54,7 +55,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Record:
-    """What a progress file says."""
+    """What a progress file says, in the order in which it is written."""
 
     pid: int
     born: int
@@ -167,29 +168,12 @@ def read_file(path: Path) -> Record | None:
 
 
 def read(data: bytes) -> Record:
-    _, pid, born, rank, size, wrapper, stack_signal, host = _WHO.unpack_from(data, 0)
-    started, step, waiting_since, alive_at = _STATE.unpack_from(data, _STATE_AT)
-    recent: dict[int, str] = {}
-    for n in range(RING):
-        number, text = _ENTRY.unpack_from(data, _RING_AT + n * _ENTRY.size)
-        if number > 0:
-            recent[number] = _text(text)
-    return Record(
-        pid=pid,
-        born=born,
-        rank=rank,
-        size=size,
-        wrapper=wrapper,
-        stack_signal=stack_signal,
-        host=_text(host),
-        started=started,
-        step=step,
-        waiting_since=waiting_since,
-        alive_at=alive_at,
-        waiting=_text(*_TEXT.unpack_from(data, _WAITING_AT)),
-        failed=_text(*_TEXT.unpack_from(data, _FAILED_AT)),
-        recent=dict(sorted(recent.items())),
-    )
+    _, *who, host = _WHO.unpack_from(data, 0)
+    state = _STATE.unpack_from(data, _STATE_AT)
+    waiting, failed = (_text(*_TEXT.unpack_from(data, at)) for at in (_WAITING_AT, _FAILED_AT))
+    recent = {number: _text(text) for number, text in sorted(_ENTRY.iter_unpack(data[_RING_AT:])) if number > 0}
+    fields: tuple[Any, ...] = (*who, _text(host), *state, waiting, failed, recent)
+    return Record(*fields)
 
 
 def _text(raw: bytes) -> str:

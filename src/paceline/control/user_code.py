@@ -6,6 +6,7 @@ import os
 import sysconfig
 from collections.abc import Iterable
 from functools import cache
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 
 import torch
@@ -35,20 +36,13 @@ def is_not_ours(file: str) -> bool:
 
 def line_of_traceback(traceback: TracebackType | None) -> str:
     """Where an exception was raised, as ``train.py:88 in load``; empty without a traceback."""
-    places = []
-    while traceback is not None:
-        places.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno, traceback.tb_frame.f_code.co_name))
-        traceback = traceback.tb_next
-    return _pick(reversed(places))
+    return _pick(reversed(list(walk_tb(traceback))))
 
 
 def line_of_frame(frame: FrameType | None) -> str:
     """Where a thread is, as ``train.py:88 in load``."""
-    places = []
-    while frame is not None:
-        places.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return _pick(places)
+    # Without a frame, ``walk_stack`` would begin with the caller's.
+    return "" if frame is None else _pick(walk_stack(frame))
 
 
 def user_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -96,13 +90,13 @@ def collective_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _pick(places: Iterable[tuple[str, int, str]]) -> str:
+def _pick(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The innermost place in the user's code; if there is none, in an installed library; if none, the innermost."""
-    found = list(places)
+    found = [(frame.f_code, line or 0) for frame, line in frames]
     for wanted in (is_user_code, is_not_ours, lambda file: True):
-        for file, line, name in found:
-            if wanted(file):
-                return f"{_short(file)}:{line} in {name}"
+        for code, line in found:
+            if wanted(code.co_filename):
+                return f"{_short(code.co_filename)}:{line} in {code.co_name}"
     return ""
 
 

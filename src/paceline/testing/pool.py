@@ -45,8 +45,8 @@ class RankFailure:
 class RankError(RuntimeError):
     """Some rank of a run failed. The text has every rank's traceback, the first that failed on top.
 
-    ``rank`` is the first that failed, ``failures`` has all by rank, and ``results`` has what the ranks
-    that did not fail returned.
+    ``rank`` is the first that died or, if none died, the first that failed. ``failures`` has all by rank, and
+    ``results`` has what the ranks that did not fail returned.
     """
 
     def __init__(self, failures: Mapping[int, RankFailure], results: Mapping[int, Any]) -> None:
@@ -166,8 +166,12 @@ class RankPool:
     def _collect(
         self, ranks: dict[int, _Rank], deadline: float, settle_s: float
     ) -> tuple[dict[int, Answer], dict[int, RankFailure]]:
-        """Wait for every rank's answer. Failures are in the order in which they came."""
+        """Wait for every rank's answer. Failures are in the order in which they came, but deaths before all others.
+
+        A rank that dies is a cause: others raise because they lose their connections to it, and may be heard first.
+        """
         answers: dict[int, Answer] = {}
+        died: dict[int, RankFailure] = {}
         failures: dict[int, RankFailure] = {}
         waiting = dict(ranks)
         while waiting:
@@ -178,19 +182,19 @@ class RankPool:
             ready = wait(list(by_source), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 failures.update(self._stuck(waiting))
-                return answers, failures
+                break
             for rank in sorted({by_source[source] for source in ready}):
                 answer = waiting.pop(rank).receive()
                 if answer is None:
-                    failures[rank] = self._died(rank, ranks[rank])
+                    died[rank] = self._died(rank, ranks[rank])
                 elif answer.ok:
                     answers[rank] = answer
                 else:
                     failures[rank] = RankFailure(rank, answer.error_type, answer.message, answer.traceback)
-            if failures:
+            if died or failures:
                 deadline = min(deadline, time.monotonic() + settle_s)
                 settle_s = float("inf")
-        return answers, failures
+        return answers, died | failures
 
     def _stuck(self, waiting: dict[int, _Rank]) -> dict[int, RankFailure]:
         for process in waiting.values():
