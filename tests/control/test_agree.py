@@ -19,8 +19,9 @@ from paceline import DDP
 from paceline.control import Agreement, Channel, hang, sign_in
 from paceline.control.agree import WORD_LIMIT_BYTES, Line
 from paceline.control.board import Board
-from paceline.control.store_line import Patience, StoreLine
+from paceline.control.store_line import StoreLine
 from paceline.control.tensor_line import ROW_BYTES, TensorLine
+from paceline.control.waiter import Patience
 from paceline.control.wire import LIMIT_BYTES
 from paceline.errors import BadArgumentError, BadTypeError, RankLostError
 from paceline.settings import HangWatch

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.control import progress
+from paceline.control import processes, progress
 from paceline.control.board import Board
 from paceline.control.census import Census
 from paceline.control.hang import Inquiries
-from paceline.control.progress import Progress, birth, this_host, this_process
+from paceline.control.processes import birth, process_state, this_host, this_process
+from paceline.control.progress import Progress
 from paceline.control.wire import MessageKind
 
 
@@ -65,9 +66,9 @@ def test_of_processes_elsewhere_nothing_is_said(process: subprocess.Popen[bytes]
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     here = this_process()
-    monkeypatch.setattr(progress, "_kernel", lambda: "another")
+    monkeypatch.setattr(processes, "_kernel", lambda: "another")
     assert this_host() != here.host
-    assert progress.process_state(here) == ""
+    assert process_state(here) == ""
 
 
 def test_a_rank_is_missed_only_by_who_has_gone_further(process: subprocess.Popen[bytes], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.control import jobs, progress, stacks
+from paceline.control import jobs, processes, progress, stacks
 from paceline.control.progress import Progress, read_file
 from paceline.control.whereabouts import of_record
 from paceline.run.doctor import doctor
@@ -36,7 +36,7 @@ def _write_record(
 ) -> Path:
     """A progress file as the process ``pid`` would have written it."""
     memory = Progress(None, rank=rank, size=2, wrapper=1)._memory
-    host = host or progress.this_host()
+    host = host or processes.this_host()
     progress._WHO.pack_into(memory, 0, progress.MAGIC, pid, born, rank, 2, 1, stack_signal, host.encode()[:64])
     path = directory / f"wrapper1.rank{rank}"
     path.write_bytes(bytes(memory))
@@ -104,7 +104,7 @@ def test_a_full_temporary_directory_does_not_end_the_process(tmp_path: Path) -> 
 
 def test_only_our_signal_is_sent_and_only_to_our_own_process(tmp_path: Path) -> None:
     with _process() as process:
-        born = progress.birth(process.pid)
+        born = processes.birth(process.pid)
         (tmp_path / f"stacks.{process.pid}").touch()
         for number in (signal.SIGTERM, signal.SIGKILL, stacks.SIGNAL + 1):
             path = _write_record(tmp_path, pid=process.pid, born=born, stack_signal=number)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from paceline.control import wire
 from paceline.control.board import Board
 from paceline.control.failure import Failure, News
-from paceline.control.store_line import Patience, StoreLine
+from paceline.control.store_line import StoreLine
+from paceline.control.waiter import Patience
 from paceline.control.wire import BadMessageError, Field, MessageKind
 
 PLACE = "job/1/agree/graph/0/1"

@@ -3,11 +3,11 @@
 The data flows from bytes to meaning: ``wire`` encodes messages, typed and sealed; a ``store_thread`` asks the store,
 which may never answer; on a ``board`` messages are put up and read; over a line (``store_line``, ``tensor_line``) ranks
 ``agree``; a ``channel`` gives one wrapped module agreements, news of ``failure`` and waits for peers (``peer_wait``);
-``last_words`` tells the others of an exception that ends the program.
+``last_words`` tells the others of an exception that ends the program. A ``waiter`` is what a line waits with.
 
-Beside that, ranks can be found: ``census`` says which process each of them is, ``progress`` and ``jobs`` keep files of
-what they did last, and ``hang`` asks where they are (``whereabouts``, ``stacks``, ``user_code``). ``digest`` and
-``replicas`` compare tensors.
+Beside that, ranks can be found: ``census`` says which process each of them is, ``processes`` whether it runs;
+``progress`` and ``jobs`` keep files of what ranks did last, and ``hang`` asks where they are (``whereabouts``,
+``stacks``, ``user_code``). ``digest`` and ``replicas`` compare tensors.
 """
 
 from paceline.control.agree import Agreement

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline import _torch
 from paceline.control.board import Board
-from paceline.control.progress import Process, process_state, this_process
+from paceline.control.processes import Process, process_state, this_process
 from paceline.control.store_thread import StoreThread, store_threads_of
 from paceline.control.wire import MessageKind
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from paceline import threads
 from paceline.control.board import Board
 from paceline.control.census import Census
-from paceline.control.progress import Process, Progress, Record, process_state, read_file
+from paceline.control.processes import Process, process_state
+from paceline.control.progress import Progress, Record, read_file
 from paceline.control.user_code import OWN_COLLECTIVE, collective_frame, line_of_frame
 from paceline.control.whereabouts import HOLDS_LOCK, Diagnosis, Whereabouts, explain, of_record, of_this_rank
 from paceline.control.wire import MessageKind
@@ -153,7 +154,7 @@ class Inquiries:
     def _of_the_dead(self, rank: int) -> Whereabouts | None:
         """Where a rank was, if its process has ended or is stopped and will not answer."""
         record = self._record(rank)
-        dead = record is not None and process_state(record) in ("gone", "stopped")
+        dead = record is not None and process_state(record.process) in ("gone", "stopped")
         return self._from_file(rank) if dead else None
 
     def _from_file(self, rank: int, *, running: str = HOLDS_LOCK) -> Whereabouts | None:

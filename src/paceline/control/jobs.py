@@ -14,7 +14,8 @@ import re
 import stat
 from pathlib import Path
 
-from paceline.control.progress import Record, birth, process_state, read_file
+from paceline.control.processes import birth, process_state
+from paceline.control.progress import Record, read_file
 from paceline.settings import job_directory
 
 KEPT_JOBS = 32
@@ -79,4 +80,4 @@ def _is_left(path: Path) -> bool:
     if named[1]:
         return birth(int(named[1])) == 0
     record = read_file(path)
-    return record is not None and process_state(record) == "gone"
+    return record is not None and process_state(record.process) == "gone"

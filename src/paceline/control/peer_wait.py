@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from paceline.control.store_line import Waiter
+from paceline.control.waiter import Waiter
 from paceline.control.whereabouts import Whereabouts, explain
 from paceline.errors import RankLostError, StoreSilentError
 

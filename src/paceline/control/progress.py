@@ -9,23 +9,20 @@ after the process has ended. There is one file per wrapper and rank. ::
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import mmap
 import os
-import socket
 import struct
 import time
 import weakref
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from paceline.control import own_files
+from paceline.control.processes import Process, this_process
 
 _log = logging.getLogger("paceline.control")
 
@@ -42,15 +39,6 @@ _WAITING_AT = _STATE_AT + _STATE.size
 _FAILED_AT = _WAITING_AT + _TEXT.size
 _RING_AT = _FAILED_AT + _TEXT.size
 FILE_BYTES = _RING_AT + RING * _ENTRY.size
-
-
-@dataclass(frozen=True)
-class Process:
-    """Which process a rank is."""
-
-    pid: int
-    born: int
-    host: str
 
 
 @dataclass(frozen=True)
@@ -98,8 +86,8 @@ class Progress:
         self.path = path if memory is not None else None
         """None if there is no file: then only this process can read what is written."""
         self._memory = memory = memory or mmap.mmap(-1, FILE_BYTES)
-        host = this_host().encode()
-        _WHO.pack_into(memory, 0, MAGIC, os.getpid(), birth(os.getpid()), rank, size, wrapper, stack_signal, host)
+        me = this_process()
+        _WHO.pack_into(memory, 0, MAGIC, me.pid, me.born, rank, size, wrapper, stack_signal, me.host.encode())
         self._write_state()
         if self.path is not None:
             weakref.finalize(self, _remove, self.path, os.getpid())
@@ -178,60 +166,3 @@ def read(data: bytes) -> Record:
 
 def _text(raw: bytes) -> str:
     return raw.partition(b"\x00")[0].decode(errors="replace")
-
-
-# -- processes -------------------------------------------------------------------------------------------------
-
-
-def birth(pid: int) -> int:
-    """When a process began, in the kernel's ticks, which tells it from others with the same pid; 0 if it is gone."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-def this_process() -> Process:
-    return Process(os.getpid(), birth(os.getpid()), this_host())
-
-
-def this_host() -> str:
-    """A name of the place where a pid means the same process. Host names do not suffice: containers may share one."""
-    return f"{socket.gethostname()[:40]}-{_kernel()}"
-
-
-@cache
-def _kernel() -> str:
-    found = ""
-    with contextlib.suppress(OSError):
-        found = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii") + os.readlink("/proc/self/ns/pid")
-    return hashlib.blake2b(found.encode(), digest_size=4).hexdigest()
-
-
-def process_state(process: Process | Record) -> str:
-    """``running``, ``stopped`` or ``gone``; empty if the process is on another host, or if this host does not tell."""
-    if process.host != this_host() or not os.path.exists("/proc/self/stat"):
-        return ""
-    fields = _stat(process.pid)
-    if not fields and _is_hidden(process.pid):
-        return ""
-    if not fields or (process.born and int(fields[19]) != process.born) or fields[0] in "ZX":
-        return "gone"
-    return "stopped" if fields[0] in "Tt" else "running"
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether the process exists although this user may not see it (``hidepid``)."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        # The name in parentheses may hold anything, blanks and parentheses too.
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []

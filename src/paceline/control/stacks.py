@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from paceline.control import own_files
-from paceline.control.progress import Record, birth
+from paceline.control.processes import birth
+from paceline.control.progress import Record
 from paceline.control.user_code import is_user_code
 
 # Hardly anybody uses this signal, while SIGUSR1 and SIGUSR2 are how schedulers announce an end. 0 means that this

@@ -12,63 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from paceline.control import wire
 from paceline.control.agree import Line
 from paceline.control.board import Board
+from paceline.control.waiter import LONGEST_PAUSE_S, Waiter
 from paceline.control.wire import MessageKind
-from paceline.errors import StoreSilentError
 
-T = TypeVar("T")
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2e-3, 20e-3
+_FIRST_PAUSE_S = 0.2e-3
 # Beyond this the verdict says only who was there, and ranks read the words themselves.
 _CARRIED_BYTES = wire.LIMIT_BYTES // 2
-
-
-class Waiter(ABC):
-    """Somebody who waits for other ranks until a deadline, and for a store that is silent."""
-
-    @abstractmethod
-    def keep(self, attempt: Callable[[float], bool]) -> bool:
-        """Repeat ``attempt(seconds)``, which may take that long, until it succeeds; return False at the deadline."""
-
-    def insist(self, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns. It asks the store, and is called again as long as the store is silent."""
-        results: list[T] = []
-
-        def attempt(_: float) -> bool:
-            results.append(call())
-            return True
-
-        while not self.keep(attempt):
-            pass
-        return results[0]
-
-
-class Patience(Waiter):
-    """A waiter that only looks at the clock, for ranks that have no channel yet over which they could hear news."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._deadline = time.monotonic() + timeout_s
-
-    def keep(self, attempt: Callable[[float], bool]) -> bool:
-        while True:
-            is_over = time.monotonic() > self._deadline
-            try:
-                if attempt(_LONGEST_PAUSE_S):
-                    return True
-            except StoreSilentError:
-                if is_over:
-                    raise
-                time.sleep(_LONGEST_PAUSE_S)
-            if is_over:
-                return False
 
 
 class StoreLine(Line):
@@ -113,7 +69,7 @@ class StoreLine(Line):
                 if time.monotonic() > end:
                     return False
                 time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
             return True
 
         return attempt

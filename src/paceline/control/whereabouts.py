@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.control import stacks
-from paceline.control.progress import Progress, Record, process_state
+from paceline.control.processes import process_state
+from paceline.control.progress import Progress, Record
 from paceline.control.user_code import activity_of_frame, line_of_frame
 from paceline.control.wire import Field
 
@@ -76,7 +77,7 @@ def of_record(record: Record, directory: Path, *, running: str = HOLDS_LOCK, ask
 
     If ``ask`` is set, the process gets a signal, which makes it tell its line.
     """
-    state = process_state(record)
+    state = process_state(record.process)
     line = ""
     silent = {
         "gone": "is gone: its process has ended",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from paceline.control import jobs, stacks
-from paceline.control.progress import Record, process_state
+from paceline.control.processes import process_state
+from paceline.control.progress import Record
 from paceline.control.whereabouts import explain, of_record
 from paceline.errors import PeerFailedError, RankLostError
 from paceline.settings import job_directory
@@ -45,7 +46,7 @@ def doctor(path: Path | None = None, *, with_stacks: bool = False, out: TextIO |
 
 
 def _runs(path: Path) -> bool:
-    return any(process_state(record) in ("running", "stopped") for record in jobs.records(path).values())
+    return any(process_state(record.process) in ("running", "stopped") for record in jobs.records(path).values())
 
 
 def _print_wrapper(records: list[Record], path: Path, out: TextIO, *, group: str, ask: bool) -> None:
@@ -55,7 +56,7 @@ def _print_wrapper(records: list[Record], path: Path, out: TextIO, *, group: str
     print(f"\n{name}: {size} ranks, of which {len(here)} have files here", file=out)
     now = time.time()
     for record in sorted(records, key=lambda record: record.rank):
-        state = process_state(record) or f"on host {record.host}"
+        state = process_state(record.process) or f"on host {record.host}"
         waits = f"; has waited {now - record.waiting_since:.0f} s in {record.waiting}" if record.waiting_since else ""
         print(
             f"  rank {record.rank}: process {record.pid} is {state}; step {record.step}, collective {record.started}, "
@@ -88,5 +89,5 @@ def _is_echo(text: str) -> bool:
 
 
 def _print_stacks(record: Record, path: Path, out: TextIO) -> None:
-    told = stacks.ask(path, record) if process_state(record) == "running" else ""
+    told = stacks.ask(path, record) if process_state(record.process) == "running" else ""
     print(f"\nstacks of rank {record.rank}, process {record.pid}:\n{told or '(it does not answer)'}", file=out)

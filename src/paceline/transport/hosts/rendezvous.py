@@ -26,8 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import PrefixStore, Store
 
 from paceline.control.board import Board
-from paceline.control.store_line import Patience, StoreLine
+from paceline.control.store_line import StoreLine
 from paceline.control.store_thread import ANSWER_S, StoreThread
+from paceline.control.waiter import Patience
 from paceline.errors import NoRoomError, PacelineError, RankLostError
 from paceline.transport.shm import codes, kernel
 from paceline.transport.shm.segment import Segment
