@@ -103,7 +103,8 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on each rank and return the results by rank.
 
-        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run. Once a rank
+        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run, from the moment at
+        which the ranks have started. Once a rank
         has failed, the others have ``settle_s`` to end too. A rank that does not let go of its group within
         ``clean_s`` after a good run is replaced. ``backend=None`` starts no process group. The call raises
         ``RankError`` if any rank fails, and never hangs.
@@ -111,8 +112,9 @@ class RankPool:
         __tracebackhide__ = True  # pytest: show the ranks' tracebacks, not this function
         if not 1 <= world_size <= self._max_world_size:
             raise ValueError(f"world_size is {world_size}; this pool runs 1 to {self._max_world_size} ranks")
-        deadline = time.monotonic() + timeout
         ranks = self._start(world_size)
+        # Starting the first ranks imports torch, which takes its time on a busy machine.
+        deadline = time.monotonic() + timeout
         prefix = f"run{next(self._runs)}"
         used_up = set(range(world_size))
         try:
