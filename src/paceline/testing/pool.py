@@ -103,11 +103,10 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on each rank and return the results by rank.
 
-        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run, from the moment at
-        which the ranks have started. Once a rank
-        has failed, the others have ``settle_s`` to end too. A rank that does not let go of its group within
-        ``clean_s`` after a good run is replaced. ``backend=None`` starts no process group. The call raises
-        ``RankError`` if any rank fails, and never hangs.
+        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run, from the moment
+        at which the ranks have started. Once a rank has failed, the others have ``settle_s`` to end too. A rank that
+        does not let go of its group within ``clean_s`` after a good run is replaced. ``backend=None`` starts no process
+        group. The call raises ``RankError`` if any rank fails, and never hangs.
         """
         __tracebackhide__ = True  # pytest: show the ranks' tracebacks, not this function
         if not 1 <= world_size <= self._max_world_size:
