@@ -103,8 +103,8 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on each rank and return the results by rank.
 
-        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run, from the moment
-        at which the ranks have started. Once a rank has failed, the others have ``settle_s`` to end too. A rank that
+        ``fn`` is a module-level function; it and ``args`` are pickled. ``timeout`` is for the whole run, and begins
+        when the ranks have started. Once a rank has failed, the others have ``settle_s`` to end too. A rank that
         does not let go of its group within ``clean_s`` after a good run is replaced. ``backend=None`` starts no process
         group. The call raises ``RankError`` if any rank fails, and never hangs.
         """
