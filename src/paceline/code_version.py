@@ -17,7 +17,7 @@ from types import ModuleType
 
 
 def code_version(*modules: ModuleType) -> str:
-    """Return six digits that change whenever the name or the source of one of ``modules`` does.
+    """Return six hexadecimal digits that change whenever the name or the source of one of ``modules`` does.
 
     A package stands for all modules in it. If Paceline was installed without its source, its version number counts
     instead.

@@ -5,10 +5,10 @@
     PacelineError
     +-- MisuseError            the caller asked for something that cannot work; nothing was lost
     |   +-- BadArgumentError   (ValueError)   an argument has a wrong value
+    |   |   +-- BadCollectiveError (RuntimeError, too) tensors, ranks or an operation that do not fit
     |   +-- BadTypeError       (TypeError)    an argument has a wrong type
-    |   +-- BadCollectiveError (ValueError, RuntimeError) tensors, ranks or an operation that do not fit
     |   +-- StateError         (RuntimeError) right call, wrong moment: after an error, mid-backward, ...
-    |   +-- NoRoomError        (RuntimeError) the shared-memory file system is too small
+    |   |   +-- NoRoomError                   the shared-memory file system is too small
     +-- DisagreementError      (RuntimeError) ranks differ where they must be alike
     |   +-- ParameterMismatchError            parameter sets, shapes, dtypes, strides or requires_grad
     |   +-- ReplicaMismatchError              parameters, buffers or optimizer state have come apart
@@ -18,8 +18,8 @@
     |   +-- RankLostError                     another rank is gone or silent past the deadline
     +-- StoreSilentError       (DistError)    the group's store does not answer
 
-Every class below ``PacelineError`` is also the built-in exception that torch's class raises in that
-place, so ``except`` clauses written for torch keep working.
+A class with an exception in brackets, or below one, is also that exception. torch's class raises it in the same place,
+so ``except`` clauses written for torch keep working.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings that come from the environment. Only this file and ``run``, which starts ranks, read it."""
+"""Settings that come from the environment. Only this file and ``run``, which starts ranks, take any from there."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _park(threads: Sequence[Thread]) -> None:
 
 
 def _let_others_rest() -> None:
-    """Wait until all other threads of the process sleep, for a moment at most.
+    """Wait until all other threads of the process sleep, for ``_REST_S`` at most.
 
     A backend's threads may be finishing a ``Work``: they release tensors and callbacks, and need Python for that.
     """

@@ -105,6 +105,15 @@ def test_state_dict_prefix_and_loading(rank, world_size):
     assert_in_sync(model)
 
 
+@on_ranks(world_size=1)
+def test_names_of_parameters_and_modules(rank, world_size):
+    ddp = DDP(_mlp())
+    assert next(name for name, _ in ddp.named_parameters()) == "module.0.weight"
+    assert [name for name, _ in ddp.named_modules()][:2] == ["", "module"]
+    assert list(ddp.children()) == [ddp.module]
+    assert "(module): Sequential" in repr(ddp)
+
+
 @on_ranks()
 def test_pickling(rank, world_size):
     torch.manual_seed(rank)

@@ -58,7 +58,7 @@ INDUCTOR = "torch._inductor.lowering"
 
 
 INDUCTOR_GRAPH = "torch._inductor.graph"
-"""Where Inductor decides whether to look."""
+"""Where Inductor decides whether to look an operator up at all."""
 
 
 def lower_as_collectives(packets: Sequence[Any], *, dropped: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ def keep_in_backward(operator: str, library: Any) -> None:
     def trace(mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = mode.__torch_dispatch__(function, types, args, kwargs)
         nodes = mode.tracer.graph.nodes
-        # By the end of forward, all nodes have been marked, the first input among them.
+        # torch marks all nodes when forward has been traced. If the first input has a mark, this is the backward.
         if mark in next(iter(nodes)).meta:
             traced = next(node for node in reversed(nodes) if node.target is function)
             traced.meta[mark] = "must_be_in_backward"
@@ -165,8 +165,8 @@ def tell_of_failure(context: Any, function: Callable[[str, BaseException], None]
     """In a function of :func:`at_compile_time`: have ``function`` called with the key and the exception, if this
     compilation ends in an exception that the user sees. It is not called if the function then runs uncompiled.
 
-    Dynamo's own callback for the end of a compilation (``torch._dynamo.callback``) is run while the exception passes
-    through it. It stays registered: it can't be taken out while callbacks are run.
+    This uses Dynamo's callback for the end of a compilation (``torch._dynamo.callback``), which Dynamo runs while the
+    exception is on its way. Our callback stays registered, since it can't be taken out while callbacks are run.
     """
     from torch._dynamo import callback_handler
 

@@ -125,7 +125,7 @@ def merge_sizes(output: Any, sizes: Sizes) -> bool:
         entry = state[name]
         before = _told(entry)
         entry |= FrameStateSizeEntry(scalar=part(scalar), size=part(size), stride=part(stride))
-        # What another rank saw says nothing about this rank's graphs, so no value is left to an earlier graph.
+        # Dynamo leaves excluded values to an earlier graph. What another rank saw says nothing about graphs here.
         entry.excluded_sizes = entry.excluded_scalar = None
         stale |= known and _told(entry) != before
     return stale

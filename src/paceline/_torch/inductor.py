@@ -169,7 +169,7 @@ def headers_beside() -> Iterator[None]:
         CppPythonBindingsCodeCache.load_pybinding_async([], "", submit_fn=lambda _: None)
 
     pool = ThreadPoolExecutor(max_workers=1)
-    # It runs in a copy of this context, which has Inductor's settings: the result of a trial is kept for good.
+    # It needs Inductor's settings, since the result of a trial is kept for good. A copy of this context has them.
     pool.submit(contextvars.copy_context().run, compile_headers)
     try:
         yield
@@ -185,14 +185,14 @@ def kernels_beside() -> Iterator[None]:
     """Let C++ kernels be compiled while this thread runs the code inside, and wait for them only at the end.
 
     Inductor's threads compile the kernels of a graph while Inductor waits for them. But the kernels of the forward are
-    not needed before the backward is compiled, which begins with as much Python. There is no setting for this. Dynamo
-    compiles on one thread at a time; other threads may still load what is compiled.
+    not needed before the backward is compiled, and that begins with just as much work in Python. There is no setting
+    for this. Dynamo compiles on one thread at a time, but other threads may still load what is compiled.
     """
     from torch._inductor.async_compile import AsyncCompile
 
     compiler: Any = AsyncCompile
     before, thread = compiler.wait, threading.get_ident()
-    # Inside another context of this kind, the end of this one waits, too.
+    # If this is inside another context of this kind, its end still waits, by torch's own function.
     torchs = getattr(before, "torchs", before)
     postponed: list[tuple[Any, dict[str, Any]]] = []
 

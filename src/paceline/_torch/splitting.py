@@ -15,8 +15,8 @@ from torch import Tensor, fx
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
 
-# Functions in captured graphs between which there is a state that cannot be left and taken up again, by the words in
-# their names: levels of functorch, recorded functions, inference mode, hooks of saved tensors, streams.
+# Words in the names of functions that begin and end a state in a captured graph. Such a state cannot be left and taken
+# up again: levels of functorch, recorded functions, inference mode, hooks of saved tensors.
 _OPENING = ("increment_nesting", "record_function_enter", "enter_inference_mode", "saved_tensors_hooks_disable")
 _CLOSING = ("decrement_nesting", "record_function_exit", "exit_inference_mode", "saved_tensors_hooks_enable")
 

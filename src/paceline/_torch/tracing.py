@@ -43,7 +43,7 @@ def refuse_in_graph(function: Any, *, name: str, explanation: str, hints: list[s
 
 
 def refuse_to_enter(kind: type, *, name: str, explanation: str, hints: list[str]) -> None:
-    """Break the graph at a ``with`` of an object of ``kind``; torch does, too, and asks people for a report."""
+    """Break the graph at a ``with`` of an object of ``kind``. torch does so, too, but asks people for a bug report."""
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.script_object import TorchScriptObjectVariable
@@ -70,7 +70,7 @@ def trace_instead(original: Any, traced: Callable[..., Any]) -> None:
 
     def wrap(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.CLASS_MATCH if isinstance(value, type) else GuardBuilder.CLOSURE_MATCH)
-        # Without a source of its own it would get the original's, and its defaults would be looked for there.
+        # Without a source of its own, ``traced`` would get the original's, and its defaults would be looked for there.
         source = AttrSource(builder.tx.import_source(traced.__module__), traced.__name__)
         return UserFunctionVariable(cast(Any, traced), source=source)
 
@@ -93,7 +93,7 @@ def class_instead(original: type, traced: type) -> None:
 
 
 def trace_as(alias: Callable[..., Any], original: Any) -> None:
-    """Let our traced code call ``original``, which a row of ours replaces, as torch traces it, under ``alias``."""
+    """Let a call of ``alias`` be traced as torch traces ``original``, which a row of ours replaces."""
     from torch._dynamo.variables.builder import VariableBuilder
 
     dispatch = VariableBuilder._id_dispatch()

@@ -85,7 +85,7 @@ class Inside:
             weakref.finalize(owner, handle.remove).atexit = False
 
     def _compile_like(self, compiled: object, module: nn.Module) -> Callable[..., Any] | None:
-        """Compile a call of ``module`` as ``compiled`` was: ``m.compile()`` compiles each hook by itself."""
+        """Compile a call of ``module`` like ``compiled``, since ``m.compile()`` compiles each hook by itself."""
         mark = self._mark
 
         def call(*args: Any, **kwargs: Any) -> Any:

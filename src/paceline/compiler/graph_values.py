@@ -26,7 +26,7 @@ def tensors_of(node: fx.Node) -> list[tuple[int, Tensor]]:
 def changed_memory(graph: fx.Graph) -> set[int]:
     """The numbers of the memory that the graph changes in place.
 
-    Dynamo has made the same changes to the tensors without memory, and those count them.
+    Dynamo has made the same changes to the tensors without memory, and each tensor counts its changes.
     """
     return {memory for node in graph.nodes for memory, tensor in tensors_of(node) if _torch.n_changes(tensor)}
 

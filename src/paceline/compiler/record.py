@@ -19,7 +19,7 @@ class GraphRecord:
     untapped: dict[str, str] = field(default_factory=dict)
     """Parameters among its inputs that are not reported, and why not. Autograd brings their gradients."""
     starts: bool = False
-    """The forward of the wrapper begins in it."""
+    """Whether the forward of the wrapper begins in it."""
     cuts: list[str] = field(default_factory=list)
     """Where it was cut into parts, and why; only with ``split=True``."""
 

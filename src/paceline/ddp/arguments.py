@@ -55,7 +55,7 @@ class Arguments:
         check_verify_every(self.verify_every)
 
     def warn(self, *, check_reduction: Any) -> None:
-        """Warn the caller of the constructor, which calls this, of arguments that do nothing."""
+        """Warn of arguments that do nothing. The constructor calls this, and the warnings point at its caller."""
         if self.static_graph and self.find_unused_parameters:
             warnings.warn(
                 "find_unused_parameters=True is not needed with static_graph=True, which finds unused parameters by "

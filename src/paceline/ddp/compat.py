@@ -159,7 +159,7 @@ class TorchNames:
 
     _check_reducer_finalized = _leads_to("_reducer.check_finished")
     _inside_ddp_forward = _leads_to("_forward.inside")
-    # Optimizers that run in backward are also taken over by themselves, when a backward begins.
+    # When a backward begins, optimizers that run in backward are taken over even without this call.
     _lazy_init = _leads_to("_reducer.planner.layout.take_optimizers")
     _match_all_reduce_for_bwd_pass = _leads_to("_reducer.shadow_backward")
     _post_forward = _leads_to("_forward.after")
@@ -342,7 +342,7 @@ class TorchNames:
         self.joining.end(self, is_last_joiner=is_last_joiner)
 
     def _check_global_requires_backward_grad_sync(self: Any, is_joined_rank: bool) -> bool:
-        """[Note: one word before each exchange]: say the word, or hear it on a rank that has joined."""
+        """Say the word, or hear it on a rank that has joined ([Note: one word before each exchange] in join.py)."""
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         word = SILENCE if is_joined_rank else JoinWord(syncs, self.buffer_sync.is_due(), self.channel.rank)
         return bool(self.joining.exchange(word).sync_gradients)
@@ -382,7 +382,7 @@ _find_tensors = find_tensors
 
 
 def _tree_flatten_with_rref(output: Any) -> tuple[list[Any], Any, bool]:
-    """Return the leaves of ``output``, their tree, and whether it is an RRef; then the leaves are of its value."""
+    """Return the leaves of ``output``, or of its value if it is an RRef, their tree, and whether it is an RRef."""
     is_rref = _RRef is not None and isinstance(output, _RRef)
     leaves, spec = _torch.pytree_flatten(output.local_value() if is_rref else output)
     return leaves, spec, is_rref

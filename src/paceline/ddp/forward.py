@@ -36,7 +36,7 @@ class Forward:
     """Forwards of one wrapper, one after the other."""
 
     active: ClassVar[Forward | None] = None
-    """The innermost one that runs now, of whichever wrapper."""
+    """The innermost forward that runs now, of whichever wrapper."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Forward:
         self._inside = compiler.Inside(self.mark)
         self._inside.listen(module, owner=reducer)
         self._outer: list[Forward | None] = []
-        """Those that were active when compiled graphs entered this one."""
+        """The forwards that were active when compiled graphs entered this one."""
 
     # The compiler does not trace this bookkeeping. It enters the module, and compiles what it can of that.
     @_torch.skipped_by_compiler

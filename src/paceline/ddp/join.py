@@ -69,11 +69,11 @@ class Joining:
         self._device = device
         self.divide_by_initial_world_size = True
         self.alone = False
-        """There are no other joinables, so backwards have a word of their own."""
+        """Whether there are no other joinables. Then backwards have a word of their own."""
         self.has_run = False
-        """Some iteration of this wrapper ran inside ``join()``."""
+        """Whether an iteration of this wrapper ran inside ``join()``."""
         self.has_shadowed = False
-        """This rank has followed backwards of others, so its gradients are not its own."""
+        """Whether this rank has followed backwards of others. Then its gradients are not its own."""
         self.authoritative_rank = 0
         """The rank whose model was the final one."""
 
@@ -117,7 +117,7 @@ class Joining:
         return JoinWord(bool(gradients), bool(buffers), rank)
 
     def follow(self) -> None:
-        """[Note: one word before each exchange]: do this rank's part of what the others do next."""
+        """Do this rank's part of what the others do next ([Note: one word before each exchange])."""
         self.has_run = True
         word = self.exchange(SILENCE)
         self._reducer.weighing.by_participants = not self.divide_by_initial_world_size

@@ -69,7 +69,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 eps=self.eps,
             )
         output, mean, var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)
-        # A rank with two values of its own knows that the whole batch has at least two. Only the others look.
+        # A rank with two values of its own knows that the whole batch has at least two. Only the others read the count.
         local_count = input.numel() // input.size(1)
         total = int(count) if local_count < 2 else local_count
         if total == 1:

@@ -156,6 +156,6 @@ def optimizer_digests(
 def _of_value(value: object) -> Tensor | int:
     if isinstance(value, Tensor):
         return digest(value)
-    # The text of any other value may hold an address, which differs between equal replicas.
+    # Only plain values count. The text of another one may hold an address, which differs between equal replicas.
     plain = isinstance(value, (int, float, bool, str, tuple, type(None)))
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little") if plain else 0

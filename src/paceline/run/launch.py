@@ -31,14 +31,15 @@ from paceline import threads
 from paceline.errors import BadArgumentError
 
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
-"""The variable by which a rank knows its launcher. `paceline.init` sees to it that the rank ends with it."""
+"""The variable by which a rank knows its launcher. `paceline.init` makes the rank end when the launcher does."""
 
 _LOOPBACK = "127.0.0.1"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A rank that lost a peer raises within seconds and says why. It should not be ended before that.
 _SETTLE_S = 5.0
 _TERMINATE_S = 5.0
-# A Python that is still starting answers SIGINT with a traceback, or loses it. It has nothing to save yet.
+# A Python that is still starting answers SIGINT with a traceback, or loses it. It has nothing to save yet, so it is
+# terminated instead.
 _STARTING_S = 1.0
 _USAGE = 2  # the exit code of argparse and of most commands for a wrong flag
 _TAIL_LINES = 40

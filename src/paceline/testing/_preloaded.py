@@ -1,6 +1,6 @@
-"""What the server process from which ranks are forked has in memory: all that ranks import.
+"""Imports all that ranks import, in the server process from which ranks are forked.
 
-The garbage collector looks at it once. This is a module and not a function, since a fork server only imports.
+The garbage collector looks at it only once. This is a module and not a function, since a fork server only imports.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ to call. What traces, in plain torch and with Paceline, is listed in ``docs/trac
 
 from __future__ import annotations
 
-# The default argument of this module's functions is whatever group is the default when the module is imported. torch's
-# compiler imports it on the first compilation. After that group was destroyed and made anew, they would go on with the
-# one that is gone, and hang. Imported here, before there is a group, they ask for the current default group.
+# The functions of this module have a group as their default argument: the one that is the default at the import.
+# torch's compiler imports the module on the first compilation. When that group has been destroyed and made anew, the
+# functions go on with the old one, and hang. Here there is no group yet, so they ask for the current default group
+# when called.
 import torch.distributed.nn.functional  # noqa: F401
 
 from paceline import _torch

@@ -36,7 +36,7 @@ class ModulePoint:
         self._grad_outputs: Grads = ()
 
     def at_output(self, grads: Grads, inputs: int) -> Grads:
-        """Hear that gradients have come to the output. ``inputs`` is the number of inputs if none of them gets any."""
+        """Hear that the output has gradients. If no input gets any, ``inputs`` is how many there are, else -1."""
         module = self._owner()
         for hook in _torch.backward_hooks(module, self._pre_hooks, before=True):
             grads = self._changed(grads, hook(module, grads), "pre hook")

@@ -2,7 +2,7 @@
 
 There is one operator for each collective. All have the same signature, so that there is one fake rule and one lowering:
 
-    broadcast(Tensor[] written, Tensor[] read, str group, str how, int[] ranks, bool wait) -> Tensor[]
+    broadcast(Tensor[] written, Tensor[] read, str group, str how, SymInt[] ranks, bool wait) -> Tensor[]
 
 ``written`` are the tensors the collective would write to, ``read`` those it only reads. The operator changes neither:
 it returns what ``written`` are going to hold, and :mod:`~paceline.tracing.collectives` copies that back. Since
@@ -285,7 +285,7 @@ def _not_a_member(function: str) -> None:
 
 
 def _invalid_group() -> None:
-    """Say what eager says where a marker of a group this rank is not in will not do."""
+    """Raise what eager raises where it does not take the marker of a group that this rank is not in."""
     raise ValueError("Invalid process group specified")
 
 

@@ -1,8 +1,8 @@
 """What a row is: one thing of torch's distributed package, or of hooks, that the compiler learns from us.
 
 A row has a subject (what users write), the form it takes in a graph, and knows how to put itself in place. The rows
-stand in the files of their nouns, in tuples named ``ROWS``; ``installation`` collects and installs them. To add one,
-see CONTRIBUTING.
+stand in the files of what they are about, in tuples named ``ROWS``. ``installation`` collects and installs them. To add
+one, see CONTRIBUTING.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OverrideRow(Row):
 
 @dataclasses.dataclass(frozen=True)
 class AroundRow(Row):
-    """An override row whose ``traced`` function calls what torch traces, by the name of ``torchs``."""
+    """An override row whose ``traced`` function calls ``torchs``, which torch traces as it would the original."""
 
     original: Any
     traced: Callable[..., Any]

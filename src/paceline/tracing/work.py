@@ -56,8 +56,8 @@ class TracedWork:
     def is_completed(self) -> bool:
         """False at the first call, since the collective may not have ended yet; a second call waits.
 
-        A graph has no "perhaps". Waiting at the first call could be a deadlock, since others may need what this rank
-        does next. Never waiting would be one, too, since programs ask until the answer is True.
+        A graph cannot look whether it has ended. Waiting at the first call could be a deadlock, since others may need
+        what this rank does next. Never waiting would be one, too, since programs ask until the answer is True.
         """
         if not self._is_done and not self._was_asked:
             self._was_asked = True
@@ -112,7 +112,7 @@ def refuse_future(work: TracedWork) -> Any:
 
 
 def refuse_source(work: TracedWork) -> Any:
-    """Raise outside of a graph, as above."""
+    """Raise outside of a graph, as ``refuse_future`` does."""
     raise StateError("a receive begun inside torch.compile does not know the sender: name it with src")
 
 

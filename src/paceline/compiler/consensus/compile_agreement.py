@@ -3,8 +3,8 @@
 [Note: one conversation for each compilation]
 Every compilation of a frame that has a graph is a conversation of all ranks, in which each says the same kinds of
 notes in the same order: FRAME when tracing has ended, and GRAPH when compiling has. A rank that is about to run
-compiled code says GUARDS. If another rank says FRAME at that moment, this rank's guards count as failed, and it
-compiles, too; the others say FRAME once more. So ranks meet, whatever each of them had compiled before.
+compiled code says GUARDS. If another rank says FRAME at that moment, the guards count as failed, and this rank
+compiles, too. The ranks that said FRAME say it once more. So ranks meet, whatever each of them had compiled before.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CompileAgreement:
     # -- a compilation -------------------------------------------------------------------------------
 
     def _is_elsewhere(self) -> bool:
-        """Whether another thread compiles. It does so for itself, since the order of threads differs between ranks."""
+        """Whether this is another thread. Those compile for themselves, since their order differs between ranks."""
         return threading.get_ident() != self._thread
 
     @contextlib.contextmanager

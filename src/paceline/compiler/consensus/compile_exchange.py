@@ -92,7 +92,7 @@ class CompileExchange:
         self._waiting: Callable[[dist.Work], None]
         """How this rank waits for the others in the agreement that is under way."""
         self.has_ended = False
-        """Whether something went wrong in it, so that ranks do not hear each other any more."""
+        """Whether something went wrong in an agreement, so that ranks do not hear each other any more."""
         self._n_exchanges = 0
         # How often this rank has begun to compile a frame since the last exchange.
         self._n_begun: Counter[str] = Counter()
@@ -105,8 +105,8 @@ class CompileExchange:
     ) -> list[Note]:
         """Everybody's note, by rank. If ranks bring notes of different kinds, their texts are not exchanged.
 
-        ``frame`` is what others may give up while this rank waits for them there. ``patient`` says that all others are
-        known to be compiling, so that they may take any time.
+        ``frame`` names the frame that this rank waits in. Others may give it up meanwhile. ``patient`` says that all
+        others are known to be compiling, so that they may take any time.
         """
         if self.has_ended:
             raise StateError(
@@ -221,8 +221,8 @@ class CompileExchange:
     def _raise_given_up(self, n_exchanges: int, frame: str, n_begun: int) -> None:
         """Raise if a rank that has come as far as this one has given up ``frame``.
 
-        A rank that gave the frame up before it had begun it ``n_begun`` times, as often as this one, may still come: at
-        that earlier time all ranks gave it up.
+        This rank has begun the frame ``n_begun`` times. A rank that had begun it less often when it gave it up may
+        still come: that was an earlier time, at which all ranks gave it up.
         """
         for rank in range(self.size):
             match self.read(f"given_up/{rank}") if rank != self.rank else ():
@@ -232,7 +232,7 @@ class CompileExchange:
                     continue
             if (number, theirs) == (n_exchanges, frame) and times >= n_begun:
                 error = PeerFailedError(f"rank {rank} does not compile {frame}: {why}", rank=rank)
-                # That rank goes on uncompiled, and is to hear of it where it next waits for this one.
+                # That rank goes on uncompiled. It hears of this error where it next waits for this rank.
                 self.channel.report(f"compiling {frame}", error)
                 raise error
 

@@ -60,9 +60,9 @@ class Cut:
     params: tuple[str, ...]
     """The parameters whose gradients travel once backward has got here."""
     moved_by: int = 0
-    """How many operators nearer the end of the graph the cut could have been, since the bucket is complete there."""
+    """How many operators the cut had to move towards the front, from where backward completes the bucket."""
     moved_since: str = ""
-    """Why the graph is not cut there."""
+    """Why the cut had to move."""
 
     def __str__(self) -> str:
         more = len(self.params) - _SHOWN
@@ -172,7 +172,7 @@ def cut_by_plan(
         while position > 0 and (obstacle := body.obstacle(position, end)):
             position, since = position - 1, obstacle
         if buckets and place >= end:
-            # The cut of the bucket before this one had to move past it.
+            # The cut of the bucket before this one had to move past the place where this one is complete.
             buckets[-1].take_over(bucket)
             continue
         buckets.append(bucket)

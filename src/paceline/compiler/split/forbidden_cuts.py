@@ -23,7 +23,7 @@ _RESHAPING |= {"t_", "transpose_", "unsqueeze_"}
 
 
 def obstacles(graph: fx.Graph, position: Mapping[fx.Node, int]) -> list[str]:
-    """For each operator, why what would cross forbids a cut in front of it; "" if nothing does."""
+    """For each operator, why there must be no cut in front of it; "" if no value that would cross forbids one."""
     found = [""] * len(position)
     for start, end in _shared(graph, position):
         found[start + 1 : end + 1] = [SHARED] * (end - start)

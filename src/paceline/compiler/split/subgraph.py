@@ -120,7 +120,7 @@ def _is_repeated(node: fx.Node) -> bool:
 def _wrap_floats(graph: fx.Graph, home: dict[fx.Node, int]) -> None:
     """Let floats that were read from a tensor cross as a tensor.
 
-    A tensor that is only read is left alone: Dynamo made it from a float that the program has as an attribute.
+    An input that is used only for its number is left alone: Dynamo made it from a float attribute of the program.
     """
     for node in list(home):
         if node.target != "item" or not _is_repeated(node):
@@ -237,7 +237,7 @@ def _build(part: Subgraph, contexts: _Contexts, *, is_last: bool) -> None:
     copies: dict[fx.Node, fx.Node] = {}
     for node in part.inputs:
         placeholder = graph.placeholder(node.name, type_expr=node.type)
-        # A value that crosses is an input of this part only, so what its node says besides the value does not hold.
+        # A value that crosses is an input in this part only. So nothing but the value is taken over from its node.
         placeholder.meta = dict(node.meta) if node.op == "placeholder" else {"example_value": value_of(node)}
         _torch.copy_source(node, placeholder)
         copies[node] = placeholder

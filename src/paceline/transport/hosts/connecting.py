@@ -1,4 +1,4 @@
-"""How a backend is made while the caller listens for ranks that will never come.
+"""Makes a backend on a thread, while the caller listens for reports of ranks that will never come.
 
 torch makes a backend in C++, and waits there for all ranks. It would wait for a rank that dies meanwhile until the
 group's time-out is over, which may be half an hour. So a thread makes the backend, and the caller listens for reports.
@@ -14,7 +14,7 @@ from typing import Any
 from paceline import threads
 from paceline.transport.hosts.peer_reports import PeerReports
 
-# Nearly always all ranks come at once. To listen takes a thread for each rank, so it begins only after a while.
+# Nearly always all ranks come at once. Listening takes a thread for each rank, so it begins only after this time.
 _PATIENCE_S = 1.0
 _PAUSE_S = 0.05
 # A backend that is being made cannot be told to stop. If all ranks come, making it takes less than this.
@@ -24,7 +24,7 @@ _END_S = 1.0
 def connect(make: Callable[[], Any], reports: PeerReports) -> Any:
     """Return what ``make`` returns, or raise the error of a rank that is gone or has told why it failed.
 
-    In that case the thread is left behind, and ends with the time-out of what it waits for.
+    If such an error is raised, the thread is left behind. It ends with the time-out of what it waits for.
     """
     outcome: futures.Future[Any] = futures.Future()
     threads.start(_run, make, outcome, name="connecting", stop=lambda: None, within_s=_END_S)

@@ -15,7 +15,7 @@ from paceline.transport.shm.codes import Outcome
 from paceline.transport.shm.kernel import Endpoint
 
 CAUSE_S = 1.2
-"""How long a rank waits for the others to say why: all are to know within 2 s."""
+"""How long a rank waits for others to say why the group failed. All ranks should know the reason within 2 s."""
 _STATUS = {"lost": Outcome.LOST, "failed": Outcome.POISONED, "disagreed": Outcome.DISAGREED}
 
 
@@ -44,7 +44,7 @@ class GivingUp:
         return self.of_exchange(leaders, f"{name}: the exchange with the other hosts failed: {error}")
 
     def of_exchange(self, suspects: Sequence[int], said: str) -> Exception:
-        """Give up after a failed exchange with ``suspects``. If nobody knows why, a silent one is at fault."""
+        """Give up after a failed exchange with ``suspects``. If nobody reports a cause, a silent one is blamed."""
         # This comes first, as those who wait for this rank should find out as well, and may know the cause.
         self._hang_up()
         report = self._reports.find(CAUSE_S)

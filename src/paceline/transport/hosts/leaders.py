@@ -158,7 +158,7 @@ class Leaders:
 
 
 class _Silence:
-    """It takes the place of a backend after hanging up."""
+    """What takes the place of the backend after this rank has hung up. Every use of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this rank has hung up on the other hosts after an error, or has closed the group")

@@ -10,9 +10,9 @@ from paceline.transport.shm.terms import Terms
 
 @dataclass(frozen=True)
 class Limits:
-    """A rank that is stopped is noticed by its own host, after ``inside_s``. Leaders of other hosts wait a little
-    longer, and ranks that wait for their leader longer still: they should be told the cause, and not suspect their
-    leader."""
+    """The limits of one collective. A host notices after ``inside_s`` that one of its own ranks is stopped. Leaders of
+    other hosts wait a little longer, and ranks that wait for their leader longer still. So they are told the cause, and
+    do not suspect their leader."""
 
     inside_s: float
 

@@ -36,7 +36,7 @@ class Message:
         with self._lock:
             if not self._ended:
                 try:
-                    # To gloo, a time-out of zero means the group's.
+                    # gloo takes a time-out of zero to mean the time-out of the group.
                     self._work.wait(timedelta(seconds=timeout_s or 0.0))
                 except RuntimeError as error:
                     self._error = self._explain(error)
@@ -91,7 +91,7 @@ class Messages:
 
 
 class _FromAnybody:
-    """gloo's work of a receive from anybody, which gloo ends neither when a rank is lost nor when we hang up."""
+    """A receive from anybody. gloo's own work for it ends neither when a rank is lost nor when we hang up."""
 
     def __init__(self, work: Any) -> None:
         self._work = work

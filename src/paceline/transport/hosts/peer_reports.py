@@ -33,7 +33,7 @@ from paceline.transport.hosts.messages import close_connections
 # A message takes this much room. The text of a report is cut: a character takes 6 bytes at most.
 _ROW_BYTES = 4096
 _TEXT_CHARACTERS = 400
-# A connection is silent for as long as all goes well.
+# How long a connection may be silent. It is silent for as long as all goes well.
 _SILENCE = timedelta(days=1000)
 _TELL_S = 1.0
 # How long a rank that leaves waits for the goodbyes of others before it closes the connections.
@@ -51,7 +51,8 @@ class Report:
     rank: int | None
     """The rank that is the cause, if it is one rank."""
     why: Why
-    """It is gone or silent; or it has failed, and said so; or ranks are not in the same collective; or it has left."""
+    """Lost: it is gone or silent. Failed: it has said so. Disagreed: ranks are in different collectives. Closed: it has
+    left."""
     said: str
 
     @classmethod
@@ -128,7 +129,7 @@ class PeerReports:
         return self._heard.first(limit_s)
 
     def alert(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when there is a report or a rank is gone; from another thread, and maybe more than once."""
+        """Call ``action`` when there is a report or a rank is gone. It may run on any thread, and more than once."""
         self._heard.alert(action)
         self._listen()
 
@@ -166,7 +167,7 @@ class PeerReports:
 
 
 class _Heard:
-    """What other ranks have told; filled by the threads that listen."""
+    """What other ranks have told. The threads that listen note it here."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -204,7 +205,7 @@ class _Heard:
             self._change.wait_for(lambda: self._reports, limit_s)
             if self._reports:
                 return next(iter(self._reports.values()))
-            # A rank's leaving is a reason only if nobody has another. Then that rank is lost to those who need it.
+            # That a rank has left is the reason only if nobody gives another. It is lost to the ranks that need it.
             goodbye = next(iter(self._goodbyes.values()), None)
             return None if goodbye is None else replace(goodbye, why="lost")
 

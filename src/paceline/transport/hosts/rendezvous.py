@@ -8,8 +8,8 @@ words, one after another, and learns those of all ranks, so that all come to the
    rank makes the host's control segment and names it here.
 3. *verdict*: the control segment is mapped and accepted, or why not.
 
-Whatever goes wrong on any rank is a reason for all to do without shared memory; only a rank that says nothing at all is
-an error, after the time-out.
+Whatever goes wrong on any rank is a reason for all ranks to do without shared memory. Only a rank that says nothing at
+all is an error, which is raised after the time-out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _View(NamedTuple):
     problem: str
 
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that it shares memory with, in 4 bytes each."""
+        """The ranks that it shares memory with. ``seen`` holds them as bytes, 4 for each rank."""
         return struct.unpack(f"<{len(self.seen) // 4}I", self.seen)
 
 
@@ -92,7 +92,7 @@ class HostMap:
     store: Store
     """A store for this group alone, unlike the one that was given ([Note: names that come again])."""
     endpoint: kernel.Endpoint | None = None
-    """This rank's end of its host's group, if shared memory is used and the host has more ranks than this one."""
+    """This rank's end of its host's group. None without shared memory, and for a host with one rank of several."""
     control: Segment | None = None
     """The segment that the endpoint lives in."""
 
@@ -113,7 +113,7 @@ def meet(
         hellos = talk.exchange(_Hello, hello)
         reason = _first([theirs.problem for theirs in hellos], names) or _incompatible(hellos, names)
         if reason is not None:
-            # All know it from the same words, so nobody says anything further.
+            # All ranks have heard the same words and know the reason, so nobody says anything further.
             return HostMap(hosts=_apart(size), reason=reason, store=talk.store)
 
         seen = [other for other in range(size) if other == rank or _is_seen(hellos[other])]
@@ -145,9 +145,9 @@ class _Talk:
         self._timeout_s = timeout.total_seconds()
         self._names = names
         asking = StoreThread()
-        # [Note: names that come again] A store may outlive a group and carry the next one of the same name (elastic
-        # restarts do that), whose ranks must not take the old one's words and addresses for theirs. Every rank counts
-        # its own groups; the counts are equal, since making a group is a collective.
+        # [Note: names that come again] A store may outlive a group and then serve the next group of the same name, as
+        # in elastic restarts. Ranks of the new group must not take words and addresses of the old one for theirs. So
+        # every rank counts its own groups. The counts are equal, since making a group is a collective.
         with _errors_explained():
             number = asking.run(store.add, f"shm/round/{rank}", 1, within_s=self._timeout_s + ANSWER_S)
         self.store = PrefixStore(f"shm/{number}", store)
@@ -195,7 +195,7 @@ class _Opening:
             self._try(lambda: Segment.create(kernel.control_nbytes(len(self._ranks))), create=True)
 
     def join(self, name: str) -> None:
-        """On the other ranks: map the segment. All who do have agreed on ``ranks``."""
+        """On the other ranks: map the segment. All ranks that do so have agreed on ``ranks``."""
         if self._control is None and name:
             self._try(
                 lambda: Segment.open(name, nbytes=kernel.control_nbytes(len(self._ranks))),
@@ -203,7 +203,7 @@ class _Opening:
             )
 
     def keep(self) -> tuple[kernel.Endpoint | None, Segment | None]:
-        """Every rank has mapped it: take its name away and hand it over."""
+        """Hand over the segment, which every rank has mapped, after taking its name away."""
         if self._control is not None:
             self._control.unlink()
         endpoint, control = self._endpoint, self._control

@@ -105,7 +105,7 @@ class SeveralHosts:
     # -- reductions ------------------------------------------------------------------------------------------
 
     def all_reduce_here(self, tensor: Tensor, op: int, timeout_s: float) -> bool:
-        """There is no such short cut between hosts."""
+        """Return False: there is no such short cut between hosts."""
         return False
 
     def all_reduce(self, tensor: Tensor, op: Op, terms: Terms) -> Task:
@@ -279,7 +279,7 @@ class SeveralHosts:
     def recv(self, tensor: Tensor, frm: int | None, tag: int, timeout_s: float) -> Message:
         if frm is not None:
             return self._message("recv", [frm], lambda: self._messages.recv(_as_bytes(tensor), frm, tag))
-        # gloo does not tell that there is one rank fewer to wait for.
+        # gloo goes on waiting when a rank is lost that the message might have come from. So a report makes us hang up.
         self._reports.alert(self._messages.hang_up)
         everybody = range(self._size)
         return self._message("recvAnySource", everybody, lambda: self._messages.recv(_as_bytes(tensor), None, tag))

@@ -22,7 +22,7 @@ class Task:
 
     __slots__ = ("_outcome", "_stages")
     source = -1
-    """Only messages have one."""
+    """A collective has no source. Only messages have one."""
 
     def __init__(self, stages: Callable[[], None]) -> None:
         self._stages: Callable[[], None] | None = stages
@@ -37,7 +37,7 @@ class Task:
         except Exception as error:
             self._outcome.set_exception(error)
         except BaseException as error:
-            # Ctrl-C is for the thread it came to, here and now; those who wait for the task get an error of ours.
+            # Ctrl-C is raised here, on the thread that it came to. Those who wait for the task get an error of ours.
             interrupted = f"a collective of this rank was interrupted ({type(error).__name__})"
             self._outcome.set_exception(PeerFailedError(interrupted))
             raise
@@ -82,7 +82,7 @@ class StageQueue:
             self._pending += 1
             if not alone:
                 if self._thread is None:
-                    # The thread refers to the queue, and the queue to no group: a group that is dropped can end it.
+                    # The thread refers to the queue, which refers to no group. So a group that is dropped can end it.
                     self._thread = threads.start(self._serve, name="stages", stop=self._stop, within_s=threads.MOMENT_S)
                 self._tasks.put(task)
         if alone:

@@ -66,8 +66,8 @@ class Arenas:
             return None
         self._endpoint.register_arena(number, [segment.address for segment in mapped], own.nbytes)
         self._mapped[number] = [segment for segment in mapped if segment is not own]
-        # The tensor's storage refers to this window, and the arena is forgotten when the window goes. It cannot be the
-        # mapping itself: that is gone before anybody is told, and its addresses may be somebody else's by then.
+        # The tensor's storage refers to this window, and the arena is forgotten when the window goes. To watch the
+        # mapping itself would be too late: when we hear of its end, its addresses may be somebody else's already.
         window = (ctypes.c_char * own.nbytes).from_buffer(own.memory)
         tensor = torch.frombuffer(window, dtype=torch.uint8)
         weakref.finalize(window, _forget, weakref.ref(self), number).atexit = False

@@ -53,7 +53,7 @@ def control_nbytes(size: int) -> int:
 
 
 def fail_at(phase: str, *, count: int = 0, action: Action = "kill") -> None:
-    """Make this process kill or stop itself when it reaches ``phase`` for the ``count``-th time from now; for tests."""
+    """For tests: make this process kill or stop itself at ``phase``, after it has passed there ``count`` times."""
     library().pl_fail_at(PHASES.index(phase), count, ACTIONS[action])
 
 
@@ -149,7 +149,7 @@ class Endpoint:
         names: Sequence[int] | None = None,
     ) -> None:
         self._endpoint: int | None = None
-        # The handle while it is being closed, when others can still be told something.
+        # The handle while the endpoint is being closed. Other ranks can still be told something through it.
         self._closing: int | None = None
         # The handle is freed when no thread can be inside a call any more.
         self._freed_later: int | None = None
@@ -317,7 +317,7 @@ class Endpoint:
             self.poison(f"rank {self.name} has aborted the group", blamed=self.name)
 
     def __del__(self) -> None:
-        # An endpoint that was never closed has threads and a lock, and lives on.
+        # An endpoint that was never closed is not freed, since it still has threads and a lock.
         if self._endpoint is None and self._freed_later is not None:
             self._library.pl_free(self._freed_later)
 
@@ -333,7 +333,7 @@ class Endpoint:
         return self._endpoint
 
     def _leave(self, how: Any) -> bool:
-        """Return whether this call has ended the group; if not, another call has, or is about to."""
+        """Leave the group by way of ``how``. Return False if another call has left it, or is about to."""
         if not self._is_ours():
             return True
         with self._lock:

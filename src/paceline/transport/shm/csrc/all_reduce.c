@@ -4,7 +4,7 @@
 #include "collective.h"
 #include "fold.h"
 
-/* Up to here every rank stages its whole tensor and reduces all of them, in one round: latency is what counts. */
+/* Up to this size latency counts. So every rank stages its whole tensor and reduces those of all, in one round. */
 #define SMALL_BYTES ((uint64_t)32 << 10)
 
 /* -- small --------------------------------------------------------------------------------------------------------- */
@@ -129,7 +129,7 @@ static pl_chunks chunks_of(pl_endpoint *ep, const pl_job *job, const pl_fold *fo
     return (pl_chunks){.ep = ep, .job = job, .fold = fold, .piece = piece, .need = piece * size * fold->item_bytes};
 }
 
-/* All rounds. With `passed`, the inputs of the first chunk are staged and its gate is passed already. */
+/* Run all rounds. With `passed`, the inputs of the first chunk are staged and its gate is passed already. */
 static int run_chunks(const pl_chunks *s, pl_job *job, int passed) {
     const uint64_t chunk = s->piece * (uint64_t)s->ep->size, n_chunks = (job->count + chunk - 1) / chunk;
     for (uint64_t k = 0; k <= n_chunks; k++) {
@@ -146,7 +146,7 @@ static int run_chunks(const pl_chunks *s, pl_job *job, int passed) {
 
 /* -- any of them --------------------------------------------------------------------------------------------------- */
 
-/* In place if all ranks' tensors are in one arena, else in chunks. False if the job has failed. */
+/* Reduce in place if all ranks' tensors are in one arena, else in chunks. False if the job has failed. */
 static int all_reduce_large(pl_endpoint *ep, pl_job *job, const pl_fold *fold, const pl_arena *arena) {
     pl_descriptor d = pl_descriptor_of(job);
     const pl_chunks staged = chunks_of(ep, job, fold);

@@ -1,4 +1,4 @@
-/* A collective, whichever it is; the barrier, which is a round and nothing else. */
+/* Runs whichever collective is asked for. The barrier is here, too: it is a round and nothing else. */
 #include "collective.h"
 
 static void barrier(pl_endpoint *ep, pl_job *job) {

@@ -15,8 +15,8 @@
 /* -- which way ----------------------------------------------------------------------------------------------------- */
 
 #define LEAST_BYTES ((uint64_t)32 << 10)
-/* The other way is tried once in this many calls. The number is not a power of two: programs repeat themselves after such
- * numbers of calls, and the trial should not always fall on the same call. */
+/* The other way is tried once in this many calls. Programs often repeat themselves after a power of two of calls. This
+ * is no such number, so that the trial does not always fall on the same call of a program. */
 #define TRIAL_EVERY 61
 #define TURNS_AT_FIRST 4
 
@@ -76,9 +76,9 @@ void pl_copy(void *to, const void *from, uint64_t nbytes, int past) {
     else memcpy(to, from, nbytes);
 }
 
-/* Atomics order ordinary stores only: C11 and the ABI know no others, and leave streaming ones to whoever makes them.
- * With this fence all of them are visible before any later store is, in particular before the arrival that publishes
- * them; [Note: rounds] in layout.h holds as it stands from there on. */
+/* Atomics order ordinary stores only. C11 and the ABI know no others, so code that makes streaming stores has to order
+ * them itself. After this fence all of them are visible before any later store is, in particular before the arrival
+ * that publishes them. So [Note: rounds] in layout.h holds for them, too. */
 void pl_copy_flush(int past) {
     if (past) _mm_sfence();
 }

@@ -44,7 +44,7 @@ void pl_ring_all_bells(pl_endpoint *ep) {
 
 /* -- sending ------------------------------------------------------------------------------------------------------- */
 
-/* As much of a message as there is room for, its header first. False if there is no room. */
+/* Send as much of a message as there is room for, its header first. False if there is no room. */
 static int send_some(pl_endpoint *ep, pl_job *job, pl_ring *ring) {
     uint64_t room = ring_room(ep, ring), before = job->done_bytes;
     int moved = 0;
@@ -91,7 +91,7 @@ static pl_job *match(pl_post *post, int source, int64_t tag) {
     return NULL;
 }
 
-/* Is there a recv that what comes from `source` may be for? If not, it stays in the ring. */
+/* Is there a recv that may want what comes from `source`? If not, the bytes stay in the ring. */
 static int is_looked_for(const pl_post *post, int source) {
     const incoming *in = &post->in[source];
     if (in->active && (in->into || (in->aside && in->aside->taker))) return 1;
@@ -136,7 +136,7 @@ static void begin_message(pl_endpoint *ep, pl_post *post, int source, incoming *
     else put_aside(ep, post, source, in);
 }
 
-/* Give a stashed message to the recv that waits for it, if it is complete and there is one. */
+/* Give a stashed message to the recv that waits for it, if the message is complete and there is such a recv. */
 static void hand_over(pl_post *post, stashed *message) {
     if (!message->complete || !message->taker) return;
     memcpy(message->taker->dst, message->bytes, message->nbytes);

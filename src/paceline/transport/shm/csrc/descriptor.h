@@ -27,7 +27,7 @@ static inline const pl_descriptor *posted_descriptor(const pl_endpoint *ep, int 
     return &pl_seat_of(ep, rank)->descriptor[ep->round & 1];
 }
 
-/* In words, such as "all_reduce(SUM, 1024 x float32)", for messages. */
+/* Write it in words, such as "all_reduce(SUM, 1024 x float32)", for messages. */
 void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes);
 
 /* The job fails, because ranks `one` and `other` are in different collectives. */

@@ -30,7 +30,7 @@ uint64_t pl_control_bytes(int size) {
 static int fork_generation;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-/* The endpoints that are open in this process, which may be one rank of a group and not two. */
+/* The endpoints that are open in this process. A process may be one rank of a group, but not two. */
 static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
 static pl_endpoint *open_endpoints;
 
@@ -140,7 +140,7 @@ static pl_endpoint *new_endpoint(void *base, int fd, int rank, int size, const i
     return ep;
 }
 
-/* Now, so that the first collectives do not stop for page faults. */
+/* The pages are touched now, so that the first collectives do not stop for page faults. */
 static void touch_pages(const pl_endpoint *ep, uint64_t nbytes) {
     const volatile unsigned char *at = (const unsigned char *)ep->header;
     for (uint64_t i = 0; i < nbytes; i += 4096) (void)at[i];
@@ -202,7 +202,7 @@ void pl_close(pl_endpoint *ep) {
     leave(ep);
 }
 
-/* Not a part of closing, as another thread may be in a call that is about to find the endpoint closed. */
+/* This is not a part of closing, as another thread may be in a call that is about to find the endpoint closed. */
 void pl_free(pl_endpoint *ep) {
     if (!pl_is_forked(ep)) pl_endpoint_release(ep);
 }

@@ -10,7 +10,7 @@
 #include "layout.h"
 #include "pl.h"
 
-/* What a job is, and so which fields of it count. The collectives come first: PL_FORM_SEND is their number. */
+/* What a job is. Its fields count accordingly. The collectives come first, so there are PL_FORM_SEND of them. */
 enum pl_form {
     PL_FORM_BARRIER, PL_FORM_ALL_REDUCE, PL_FORM_EXCHANGE, PL_FORM_REDUCE_EXCHANGE, PL_FORM_SEND, PL_FORM_RECV
 };
@@ -60,7 +60,7 @@ typedef struct pl_arena {
     unsigned char *bases[];
 } pl_arena;
 
-/* The order of collectives. One at a time has the turn: the worker, a caller that runs inline, or one that waits. */
+/* The order of collectives. One thread has the turn: the worker, a caller that runs inline, or a caller that waits. */
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work;     /* for the worker: a job, a free turn, or the end */
@@ -98,7 +98,7 @@ struct pl_endpoint {
     pl_arena *arenas;
 
     struct pl_post *post;
-    int post_closed; /* no messages any more; both are under the lock `making` of message.c */
+    int post_closed; /* no messages any more; this and `post` are under the lock `making` of message.c */
 
     /* Which file this process has joined, so that it does not join it twice (endpoint.c). */
     uint64_t device, inode;
@@ -126,7 +126,7 @@ static inline pl_ring *pl_ring_between(const pl_endpoint *ep, int from, int to) 
  * until its reads are done and the caller adds 1 to ep->round. */
 int pl_pass(pl_endpoint *ep, pl_job *job);
 
-/* Look for what ends all waiting, poison and the deadline. False if the job has failed. */
+/* Look for poison and for the deadline, which end all waiting. False if the job has failed. */
 int pl_still_fine(pl_endpoint *ep, pl_job *job);
 /* Does `rank` still take part? If not, the group is poisoned and the job fails. */
 int pl_is_there(pl_endpoint *ep, pl_job *job, int rank);
@@ -135,7 +135,7 @@ int pl_is_poisoned(const pl_endpoint *ep);
 
 /* -- collective.c -------------------------------------------------------------------------------------------------- */
 
-/* The caller has the turn. How it went is in job->outcome, for the caller to publish. */
+/* Run a collective. The caller has the turn. How it went is in job->outcome, which the caller publishes. */
 void pl_run(pl_endpoint *ep, pl_job *job);
 
 /* -- job.c, delivery.c, message.c, endpoint.c ---------------------------------------------------------------------- */

@@ -9,7 +9,7 @@ extern int pl_armed;
 
 void pl_strike(void);
 
-/* One comparison with a word that is always in cache. */
+/* Unless a phase is armed, this costs one comparison with a word that is always in cache. */
 static inline void pl_fault(enum pl_phase here) {
     if (__builtin_expect(pl_armed == (int)here, 0)) pl_strike();
 }

@@ -187,7 +187,7 @@ const char *pl_fold_refused(int dtype, int op) {
     return 0;
 }
 
-/* One block of native elements into `out` and `also`. Only the last step writes there, as they may be inputs. */
+/* Fold a block of native elements into `out` and `also`. Only the last step writes there, as they may be inputs. */
 static void fold_native(const pl_fold *f, void *out, void *also, const void *const *ins, int n_ins, uint64_t at,
                         uint64_t n, uint64_t item) {
     _Alignas(64) unsigned char between[BLOCK * 8];
@@ -202,7 +202,7 @@ static void fold_native(const pl_fold *f, void *out, void *also, const void *con
         so_far = to;
     }
     if (n_ins > 1 && !divides) return;
-    /* A single input, or a sum that is still to be divided. */
+    /* What is left is a single input, or a sum that is still to be divided. */
     if (divides && n_ins > 1) (is_double ? f64_divide : f32_divide)(out, so_far, n, n_ins);
     else memmove(out, so_far, n * item);
     if (also) memcpy(also, out, n * item);
@@ -259,7 +259,7 @@ void pl_fold_run(const pl_fold *f, void *const *outs, int n_outs, const void *co
     /* A line that was just read is cheap to write in the same pass. Others, such as a staging area that another CPU has
      * in its cache, are better written by memcpy, which does not have to fetch them first. */
     const int fused = n_outs > 1 && is_among(outs[1], ins, n_ins);
-    /* Two inputs that become two outputs need nothing in between (fold_native), and are done in one go. */
+    /* Two inputs that become two outputs need no memory in between (fold_native), so one block holds all elements. */
     const int at_once = fused && n_outs == 2 && n_ins == 2 && f->op != PL_AVG && !is_packed(f->dtype);
     const uint64_t block = at_once ? numbers : BLOCK;
     for (uint64_t at = 0; at < numbers; at += block) {

@@ -9,7 +9,7 @@
 typedef struct {
     int dtype, op;
     uint64_t item_bytes;
-    int past; /* all outputs except the first are copied past the caches, and not flushed (copy.h) */
+    int past; /* outputs that are copies of the first are made past the caches, and not flushed (copy.h) */
 } pl_fold;
 
 uint64_t pl_item_bytes(int dtype);

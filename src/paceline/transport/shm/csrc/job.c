@@ -38,7 +38,7 @@ static uint64_t table_length(const pl_job *job) {
     return job->form == PL_FORM_EXCHANGE || job->form == PL_FORM_REDUCE_EXCHANGE ? (uint64_t)job->endpoint->size : 0;
 }
 
-/* The caller's arrays are gone when the call returns. */
+/* Tables are copied because the caller's arrays are gone when the call returns. */
 static const uint64_t *copy_table(uint64_t *to, const uint64_t *from, uint64_t n) {
     if (from) memcpy(to, from, n * sizeof *to);
     return from ? to : NULL;
@@ -66,7 +66,7 @@ void pl_job_release(pl_job *job) {
     free(job);
 }
 
-/* The kernel is done with it. A release, so that whoever reads the status may read the rest, and the tensors. */
+/* The kernel is done with the job. This is a release: after reading the status one may read the rest, and tensors. */
 void pl_job_settle(pl_job *job) { atomic_store_explicit(&job->status, job->outcome, memory_order_release); }
 
 /* A copy of a job that has failed on its caller's stack. It belongs to the caller alone. */
@@ -200,8 +200,8 @@ int pl_nap(pthread_cond_t *on, pthread_mutex_t *lock, int64_t end_ns, int *inter
 }
 
 /* Wait until the job has ended or the time is up. True if the thread was interrupted instead; the job then goes on
- * without it. A thread that waits without limit takes the turn when it is free. That saves a thread switch, and often
- * both if a job is waited for as soon as it is made. */
+ * without it. A thread that waits without limit takes the turn when it is free. That saves the switch back from the
+ * worker's thread, and often also the one to it, if a job is waited for as soon as it is made. */
 static int wait_locked(pl_endpoint *ep, pl_job *job, double timeout_s) {
     pl_queue *q = &ep->queue;
     const int limited = timeout_s < 1e9;
@@ -240,7 +240,7 @@ static pl_job *submit(pl_endpoint *ep, pl_job *job, int run_inline) {
         pthread_mutex_unlock(&q->lock);
         return pl_job_refused(ep, PL_CLOSED, "this rank has closed the group");
     }
-    /* Only now: if the group is closed, the segment may be gone. */
+    /* This comes only now, because the segment of a closed group may be gone. */
     pl_settle_spin(ep);
     if (run_inline && !q->taken && !q->jobs.first) return run_here(ep, job);
     if (!q->has_worker) q->has_worker = pl_start_thread(&q->worker, work, ep);
@@ -312,7 +312,7 @@ pl_job *pl_all_reduce(pl_endpoint *ep, const void *src, void *dst, uint64_t coun
     return submit_reduction(ep, &job, dst, dtype, op, run_inline);
 }
 
-/* If so, its dtype is not compared: an empty tensor is often made without thinking of one. */
+/* The dtype of such an exchange is not compared: an empty tensor is often made without thinking of one. */
 static int moves_nothing(const pl_job *exchange) {
     for (int r = 0; r < exchange->endpoint->size; r++)
         if (exchange->send_sizes[exchange->same ? 0 : r] || exchange->recv_sizes[r]) return 0;

@@ -19,9 +19,9 @@
  * before its release in k + 1, which our acquire at that gate synchronises with. So two halves are enough, and so is
  * one gate a round. With one half this fails; tests/transport/model/ checks both, with delayed stores.
  *
- * A zero-copy all_reduce (all_reduce.c) also touches arenas, by this rule: only between the gate of its first round and
- * the arrival at its last, each rank its own share. A staged all_reduce of two ranks writes into the other's half by
- * the same rule: only between the gate of k and the arrival at k + 1, each rank its own piece.
+ * A zero-copy all_reduce (all_reduce.c) also touches arenas. It does so only between the gate of its first round and
+ * the arrival at its last, and each rank touches only its own share. A staged all_reduce of two ranks writes into the
+ * other rank's half. It does so only between the gate of k and the arrival at k + 1, and each rank only its own piece.
  */
 #ifndef PACELINE_LAYOUT_H
 #define PACELINE_LAYOUT_H

@@ -198,7 +198,7 @@ int pl_post_wait(pl_job *job, double timeout_s) {
     pl_post *post = ep->post;
     int interrupted = 0;
     pthread_mutex_lock(&post->lock);
-    /* Not if it has ended: then the group may be closed, and the segment gone. */
+    /* If the job has ended, the group may be closed and the segment gone. */
     if (pl_job_status(job) == PL_PENDING) pl_settle_spin(ep);
     const int64_t now = pl_now_ns(), spin_end = now + atomic_load(&ep->inline_spin_ns);
     const int64_t end_ns = timeout_s < 1e9 ? now + (int64_t)(timeout_s * 1e9) : INT64_MAX;

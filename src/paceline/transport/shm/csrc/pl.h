@@ -95,7 +95,7 @@ PL_API pl_job *pl_reduce_exchange(pl_endpoint *, const uint64_t *sends, const ui
 PL_API pl_job *pl_barrier(pl_endpoint *, double timeout_s, int run_inline);
 
 PL_API pl_job *pl_send(pl_endpoint *, const void *src, uint64_t nbytes, int to, int64_t tag, double timeout_s);
-/* With `from` -1, from any rank. */
+/* If `from` is -1, the message may come from any rank. */
 PL_API pl_job *pl_recv(pl_endpoint *, void *dst, uint64_t nbytes, int from, int64_t tag, double timeout_s);
 
 PL_API int pl_register_arena(pl_endpoint *, uint64_t arena, const uint64_t *bases, uint64_t nbytes);
@@ -121,7 +121,7 @@ PL_API int pl_job_source(pl_job *); /* where a received message came from */
 PL_API const void *pl_job_part(pl_job *, int rank, uint64_t *nbytes); /* what was gathered from a rank */
 PL_API void pl_job_release(pl_job *);
 
-/* For tests: fail when `phase` is reached for the `count`-th time from now; action 1 kills, 2 stops the process. */
+/* For tests: fail at `phase`, after it has been passed `count` times; action 1 kills the process, 2 stops it. */
 PL_API void pl_fail_at(int phase, int count, int action);
 
 #endif
