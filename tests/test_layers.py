@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
@@ -124,6 +125,19 @@ def test_folders_import_one_way(package: str) -> None:
     files = {name for name in graph if name in MODULES and name not in PACKAGES}
     folders = {name: _reached_from(name, graph) for name in graph if name not in files}
     assert [name for name, reached in folders.items() if name in reached] == []
+
+
+def test_the_list_of_folders_is_in_the_order_of_their_use() -> None:
+    listed = re.findall(r"^- (``.*``):", paceline.__doc__ or "", re.MULTILINE)
+    order = [f"paceline.{name}" for line in listed for name in re.findall(r"``(\w+)``", line)]
+    graph = _rooms("paceline", _imports(everywhere=True))
+    assert sorted(order) == sorted(graph.keys() - {"paceline", "paceline.__main__"})
+    above = {
+        (name, used) for name in order for used in graph[name] & set(order) if order.index(used) < order.index(name)
+    }
+    # All that every folder may use stands in one line, in no order.
+    base = {f"paceline.{name}" for name in re.findall(r"``(\w+)``", listed[-2])}
+    assert {(name, used) for name, used in above if not {name, used} <= base} == set()
 
 
 def test_a_way_back_would_be_found() -> None:
@@ -372,9 +386,11 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def test_only_one_file_makes_threads() -> None:
-    ways = (["threading", "Thread"], ["threading", "Timer"], ["futures", "ThreadPoolExecutor"])
+    def is_one(expression: ast.expr) -> bool:
+        return ast.unparse(expression).rpartition(".")[2] in ("Thread", "Timer", "ThreadPoolExecutor")
+
     made = [(file, node.func) for file in FILES for node in ast.walk(_tree(file)) if isinstance(node, ast.Call)]
     # A rank of the test pool has one that must outlive `shutdown`: it ends the rank when the tests have ended.
-    assert [file for file, call in made if _dotted(call) in ways] == ["testing/_rank.py"]
+    assert {file for file, call in made if is_one(call)} == {"testing/_rank.py", "threads.py"}
     bases = [(file, node.bases) for file in FILES for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef)]
-    assert [file for file, of in bases if any(_dotted(base) in ways for base in of)] == ["threads.py"]
+    assert [file for file, of in bases if any(map(is_one, of))] == ["threads.py"]

@@ -98,9 +98,20 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ended.append(time.monotonic())
 """
 
+# A program that uses nothing of the package has a thread that never rests.
+_BUSY_THREAD = """
+import atexit, itertools, threading, time
+ended = []
+atexit.register(lambda: print(time.monotonic() - ended[0]))
+import paceline
+threading.Thread(target=lambda: [n for n in itertools.count() if not n], daemon=True).start()
+ended.append(time.monotonic())
+"""
 
-def test_the_end_does_not_wait_for_the_threads_of_a_backend_that_only_listen() -> None:
-    done = subprocess.run([sys.executable, "-c", _LIVE_GROUP], capture_output=True, text=True, timeout=120, check=True)
+
+@pytest.mark.parametrize("program", [_LIVE_GROUP, _BUSY_THREAD], ids=["live-group", "busy-thread"])
+def test_the_end_does_not_wait_for_threads_that_need_not_end(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     # It would wait for them in full.
     assert float(done.stdout) < threads._REST_S
 
@@ -149,6 +160,37 @@ def test_whoever_cannot_be_told_to_stop_does_not_keep_the_others_from_ending() -
 
     threads.start(told.wait, name="test", stop=stop, within_s=30)
     assert threads.end_all() == []
+
+
+def test_a_signal_handler_may_end_all_threads_while_one_is_being_started() -> None:
+    with threads._lock:
+        assert threads.end_all() == []
+
+
+# Another thread of the parent is starting a thread at the moment of the fork.
+_FORK = """
+import os, threading
+from paceline import threads
+held, may_go = threading.Event(), threading.Event()
+def hold():
+    with threads._lock:
+        held.set()
+        may_go.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    threads.start(lambda: None, name="test", stop=lambda: None, within_s=1).join()
+    os._exit(7)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+may_go.set()
+print(code)
+"""
+
+
+def test_a_forked_process_can_start_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "7\n"
 
 
 # A thread waits in C++ and comes back while the interpreter finalises, which the end of a "module" makes long.

@@ -2,6 +2,7 @@
 
 Each folder has one role, and imports run one way: a folder uses only those below it in this list.
 
+- ``testing``: a pool of live ranks, and faults that follow a script
 - ``run``: starts ranks, joins their process group, and looks at them
 - ``ddp``: :class:`DistributedDataParallel` and its parts, and torch's names for them
 - ``compiler``: compiled training, in which graphs report their gradients
@@ -11,7 +12,6 @@ Each folder has one role, and imports run one way: a folder uses only those belo
 - ``gradients``: what there is to reduce: the plan, its buckets, and the memory they live in
 - ``transport``: shared memory between the ranks of a host, as a backend of c10d
 - ``control``: how ranks agree, hear of failures, and find out who is stuck
-- ``testing``: a pool of live ranks, and faults that follow a script
 - ``errors``, ``settings``, ``threads``, ``code_version``: what every folder may use
 - ``_torch``: every private torch name that is used
 

@@ -57,6 +57,7 @@ class Thread(threading.Thread):
         super().__init__(target=target, args=args, name=f"{PREFIX}{name}", daemon=True)
         self._tell: Callable[[], object] | None = stop
         self.within_s = 0.0
+        """How long it may take to end. The thread may change this as it goes on to something else."""
 
     def run(self) -> None:
         try:
@@ -85,8 +86,11 @@ class Thread(threading.Thread):
 
 
 _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
-_lock = threading.Lock()
+# A signal handler may call ``paceline.shutdown`` while the same thread is in `start`, so it must be reentrant.
+_lock = threading.RLock()
 _interpreter_ends = False
+# A program that uses nothing of the package should not wait for its own threads at its end.
+_has_started = False
 
 
 def start(target: Callable[..., object], *args: Any, name: str, stop: Callable[[], object], within_s: float) -> Thread:
@@ -94,6 +98,7 @@ def start(target: Callable[..., object], *args: Any, name: str, stop: Callable[[
 
     Raises ``RuntimeError`` if there can be no thread: there are too many, or the interpreter is about to end.
     """
+    global _has_started
     thread = Thread(target, args, name=name, stop=stop)
     thread.within_s = within_s
     with _lock:
@@ -101,6 +106,7 @@ def start(target: Callable[..., object], *args: Any, name: str, stop: Callable[[
             raise RuntimeError(f"the interpreter is ending, so the thread {thread.name} cannot be started")
         thread.start()
         _threads.add(thread)
+        _has_started = True
     return thread
 
 
@@ -123,13 +129,27 @@ def _alive_but(known: Sequence[Thread]) -> list[Thread]:
     return [thread for thread in others if thread.is_alive() and thread not in known]
 
 
+def _forget() -> None:
+    """Begin anew in a forked process. The threads are the parent's, and one of them may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _threads.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 @atexit.register
 def _end_with_interpreter() -> None:
     global _interpreter_ends
     with _lock:
         _interpreter_ends = True
-    _park(end_all())
-    _let_others_rest()
+    left = end_all()
+    # Without this file nobody can tell whether a thread sleeps.
+    if _has_started and Path("/proc/thread-self/schedstat").exists():
+        _park(left)
+        _let_others_rest()
 
 
 def _park(threads: Sequence[Thread]) -> None:
@@ -159,14 +179,13 @@ def _let_others_rest() -> None:
     """
     deadline = time.monotonic() + _REST_S
     before: dict[int, int | None] = {}
-    with contextlib.suppress(OSError):  # on systems where threads cannot be looked at
-        while time.monotonic() < deadline:
-            found = {int(task): _ran_ns(int(task)) for task in os.listdir("/proc/self/task")}
-            del found[threading.get_native_id()]
-            if all(_is_at_rest(now, before.get(task)) for task, now in found.items()):
-                return
-            before = found
-            time.sleep(_STILL_S)
+    while time.monotonic() < deadline:
+        found = {int(task): _ran_ns(int(task)) for task in os.listdir("/proc/self/task")}
+        found.pop(threading.get_native_id(), None)
+        if all(_is_at_rest(now, before.get(task)) for task, now in found.items()):
+            return
+        before = found
+        time.sleep(_STILL_S)
 
 
 def _is_at_rest(now_ns: int | None, before_ns: int | None) -> bool:
@@ -174,7 +193,7 @@ def _is_at_rest(now_ns: int | None, before_ns: int | None) -> bool:
 
 
 def _ran_ns(thread: int | None) -> int | None:
-    """How long the thread has been on a core in all; None if it is not asleep, or if that cannot be known."""
+    """How long the thread has been on a core in all; None if it is not asleep, or gone."""
     try:
         task = Path(f"/proc/self/task/{thread}")
         status = (task / "status").read_text(encoding="utf-8", errors="replace")

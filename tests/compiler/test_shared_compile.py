@@ -24,7 +24,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 import paceline
 from paceline import DDP, _torch, errors
 from paceline.compiler import agreement
-from paceline.compiler.consensus import shapes
+from paceline.compiler.consensus import shapes, shared_compile
 from paceline.compiler.consensus.compile_exchange import CompileExchange, NoteKind, exchange_of
 from paceline.compiler.consensus.shared_compile import COMPILED, LOADED, Artifacts, Kernel, SharedCompile
 from paceline.testing import RankPool
@@ -268,7 +268,7 @@ def test_headers_are_made_with_the_settings_of_the_compilation_and_keep_no_failu
         mock.patch.object(CppPythonBindingsCodeCache, "load_pybinding_async", make),
         inductor_config.patch({"cpp.vec_isa_ok": "as set here"}),
     ):
-        with pytest.raises(ZeroDivisionError), _torch.headers_beside():
+        with pytest.raises(ZeroDivisionError), shared_compile._preparations_beside():
             fail()
         # They are still being made.
         end.set()

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import Future
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,6 +36,29 @@ def test_what_a_call_returns_or_raises_reaches_the_caller() -> None:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def test_a_call_that_comes_when_the_thread_was_told_to_stop_is_not_lost() -> None:
+    desk, early, late, too_late = module._Desk(), Future[int](), Future[int](), Future[int]()
+    desk.ask(early, max, (2, 3))
+    desk.close()
+    desk.ask(late, max, (2, 3))
+    desk.serve()
+    desk.ask(too_late, max, (2, 3))
+    assert early.result(0) == 3
+    assert late.cancelled()
+    assert too_late.cancelled()
+    # Then another thread makes the call.
+    asking = StoreThread()
+    first_thread = asking.run(threading.current_thread)
+    ask = asking._desk.ask
+
+    def ask_late(*about: Any) -> None:
+        assert threads.end_all() == []
+        ask(*about)
+
+    with mock.patch.object(asking._desk, "ask", ask_late):
+        assert asking.run(threading.current_thread) is not first_thread
 
 
 class _Asked:

@@ -180,6 +180,20 @@ def test_to_kwargs(rank, world_size):
     assert [type(part) for part in ours] == [type(part) for part in stock]
 
 
+@ours_only
+@on_ranks(world_size=1)
+def test_the_names_of_torch_s_class_lead_to_parts_that_there_are(rank, world_size):
+    ddp = DDP(_mlp())
+    found = 0
+    for owner in (ddp, ddp.reducer):
+        for names in map(vars, type(owner).__mro__):
+            for method in filter(inspect.isfunction, names.values()):
+                if method.__qualname__.startswith("_leads_to."):
+                    assert callable(inspect.getclosurevars(method).nonlocals["find"](owner))
+                    found += 1
+    assert found > 5
+
+
 # -- inputs and outputs --------------------------------------------------------------------------------------
 
 

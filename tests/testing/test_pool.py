@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.testing import InjectedFaultError, RankError, RankPool, fail_at
+from paceline.testing.pool import PRELOADED
 
 
 def _sum_of_ranks(rank, world_size, scale):
@@ -166,3 +168,8 @@ def _faults(rank, world_size, phase):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_fault_strikes_its_rank_step_and_phase_only(ranks, phase):
     assert ranks(_faults, phase) == [[], [(1, f"injected: rank 1, step 1, {phase}")]]
+
+
+def test_what_the_server_of_ranks_imports_is_there():
+    # The server itself would not say so if it were not: each rank would import all of it again.
+    assert importlib.util.find_spec(PRELOADED) is not None

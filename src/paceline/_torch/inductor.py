@@ -6,14 +6,12 @@ to use it."""
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import itertools
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -154,30 +152,15 @@ def trials_on_demand() -> Iterator[None]:
         module.valid_vec_isa_list = torchs
 
 
-@contextlib.contextmanager
-def headers_beside() -> Iterator[None]:
-    """Prepare what every C++ kernel needs, trials and compiled headers, in a thread, while the code inside runs.
+def prepare_kernels() -> None:
+    """Prepare what every C++ kernel needs: trials of the compiler, and compiled headers.
 
-    Both are calls of the C++ compiler, which Inductor makes only when its first kernel is written. Their results are
-    kept where Inductor looks.
+    Inductor does so only when its first kernel is written. The results are kept where Inductor looks.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    def compile_headers() -> None:
-        # Headers come before a kernel, and the kernel itself is not compiled. An error will come again where they are
-        # needed.
-        CppPythonBindingsCodeCache.load_pybinding_async([], "", submit_fn=lambda _: None)
-
-    pool = ThreadPoolExecutor(max_workers=1)
-    # It needs Inductor's settings, since the result of a trial is kept for good. A copy of this context has them.
-    pool.submit(contextvars.copy_context().run, compile_headers)
-    try:
-        yield
-    except BaseException:
-        # The error must not wait for headers.
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
+    # Headers come before a kernel, and the kernel itself is not compiled.
+    CppPythonBindingsCodeCache.load_pybinding_async([], "", submit_fn=lambda _: None)
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ class Channel:
         """Bring ``value`` and learn what every rank of the group brought. All ranks get the same answer.
 
         Ranks must agree in the same order, from one thread at a time. Topics should be few, because the last words of
-        each stays in the store. What varies belongs in the value, which is a 64-bit integer or at most
+        each stay in the store. What varies belongs in the value, which is a 64-bit integer or at most
         `WORD_LIMIT_BYTES` bytes. Agree on a digest of anything longer.
 
         It waits for ``timeout_s``, by default the group's time-out, and then names the ranks that are ``missing``

@@ -12,9 +12,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ class StoreThread:
         self._thread: threads.Thread | None = None
         self._starting = threading.Lock()
         self._turn = threading.Lock()
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._desk = _Desk()
         self._overdue: Future[Any] | None = None
         """A call that nobody waits for any more."""
 
@@ -53,19 +53,27 @@ class StoreThread:
             return call(*args)
         within_s = ANSWER_S if within_s is None else within_s
         deadline = time.monotonic() + within_s
+        while True:
+            try:
+                return self._ask(call, args, deadline, within_s)
+            except CancelledError:
+                # The thread was told to stop just before this call came. Another thread makes it.
+                continue
+
+    def _ask(self, call: Callable[..., T], args: tuple[Any, ...], deadline: float, within_s: float) -> T:
         if not self._is_alive():
             self._start()
         self._raise_if_silent()
-        # The turn is kept here, since a thread that is started anew meanwhile has a turn of its own.
-        turn = self._turn
-        if not turn.acquire(timeout=within_s):
+        # These are kept here, since a thread that is started anew meanwhile has its own.
+        turn, desk = self._turn, self._desk
+        if not turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise _silent(within_s)
         outcome: Future[T] = Future()
         try:
             self._raise_if_silent()
-            self._calls.put((outcome, call, args))
+            desk.ask(outcome, call, args)
             return outcome.result(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
+        except FutureTimeoutError:
             if outcome.done():
                 return outcome.result()
             raise _silent(within_s) from None
@@ -88,20 +96,55 @@ class StoreThread:
 
     def _is_alive(self) -> bool:
         # In a forked process it is not alive, because the thread is the parent's.
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive() and not self._desk.is_closed
 
     def _start(self) -> None:
         with self._starting:
             if self._is_alive():
                 return
             # Calls that waited for a thread that has ended are not made again.
-            self._turn, self._calls, self._overdue = threading.Lock(), SimpleQueue(), None
-            stop = partial(self._calls.put, None)
+            self._turn, self._desk, self._overdue = threading.Lock(), _Desk(), None
+            stop = self._desk.close
             try:
-                self._thread = threads.start(_serve, self._calls, name="store", stop=stop, within_s=END_S)
+                self._thread = threads.start(self._desk.serve, name="store", stop=stop, within_s=END_S)
             except RuntimeError as error:
                 raise StoreSilentError(f"No thread could be started to ask the store ({error}).") from error
             weakref.finalize(self, stop).atexit = False
+
+
+class _Desk:
+    """Where calls are handed to the thread. It does not refer to the ``StoreThread``, which can so be dropped."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.is_closed = False
+
+    def ask(self, outcome: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Have the thread make a call. If it does not make it any more, the outcome is cancelled."""
+        self._calls.put((outcome, call, args))
+        if self.is_closed:
+            outcome.cancel()
+
+    def close(self) -> None:
+        """End the thread, after the calls that have come."""
+        self._calls.put(None)
+
+    def serve(self) -> None:
+        """Make calls until the end."""
+        while (asked := self._calls.get()) is not None:
+            outcome, call, args = asked
+            try:
+                outcome.set_result(call(*args))
+            except BaseException as error:
+                outcome.set_exception(error)
+            # The call and its arguments must not live until the next call.
+            del asked, outcome, call, args
+        # The mark comes first: a caller that does not see it has put its call into the queue already.
+        self.is_closed = True
+        while not self._calls.empty():
+            asked = self._calls.get()
+            if asked is not None:
+                asked[0].cancel()
 
 
 def _silent(waited_s: float) -> StoreSilentError:
@@ -109,17 +152,6 @@ def _silent(waited_s: float) -> StoreSilentError:
     return StoreSilentError(
         f"The process group's store has not answered {lasted}: its host is stopped, cut off, or overloaded."
     )
-
-
-def _serve(calls: SimpleQueue[_Call | None]) -> None:
-    while (asked := calls.get()) is not None:
-        outcome, call, args = asked
-        try:
-            outcome.set_result(call(*args))
-        except BaseException as error:
-            outcome.set_exception(error)
-        # The call and its arguments must not live until the next call.
-        del asked, outcome, call, args
 
 
 @dataclass(frozen=True)

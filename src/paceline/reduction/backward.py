@@ -74,11 +74,13 @@ class Backward:
 
     def take_in(self, slots: list[Slot]) -> None:
         """Absorb the gradients of these slots, which are ready, and send the buckets that are complete."""
-        out_of_turn = self.countdown.arrived(slots)
+        come, out_of_turn = slots, set(self.countdown.arrived(slots))
         if out_of_turn:
             slots = [slot for slot in slots if slot not in out_of_turn]
         if not self.syncing:
             self._accumulate(slots)
+            if self.create_graph:
+                _redistribute(come)
             return
         for slot in out_of_turn:
             self._set_aside(slot)
@@ -132,10 +134,6 @@ class Backward:
         for slot in slots:
             used[slot.position] = 1.0
         if self.create_graph:
-            for slot in slots:
-                if isinstance(slot.param, Portion):
-                    # This is a collective of its mesh, whose ranks do not launch their buckets at the same moment.
-                    slot.param.redistribute_grad()
             return
         with torch.no_grad():
             for slot in absorb(slots, used):
@@ -256,7 +254,10 @@ class Backward:
 
     @cached_property
     def complaint(self) -> str:
-        """How this rank has broken a contract in this backward. The text is empty if it has not."""
+        """How this rank has broken a contract in this backward. The text is empty if it has not.
+
+        The status is the first to ask, when the last gradient has come.
+        """
         if not self.representative:
             return ""
         if self._came_though_left_out:
@@ -266,3 +267,11 @@ class Backward:
                 f"but these received gradients: {names}."
             )
         return self.layout.ledger.complaint(self.countdown.arrivals, self.exchange.channel.rank)
+
+
+def _redistribute(slots: list[Slot]) -> None:
+    """Redistribute gradients of DTensors that only accumulate, and that belong to a graph."""
+    for slot in slots:
+        if slot.owned and isinstance(slot.param, Portion):
+            # This is a collective of its mesh, whose ranks do not launch their buckets at the same moment.
+            slot.param.redistribute_grad()

@@ -15,6 +15,7 @@ Example::
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ from paceline.control import hang, sign_in
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.run.launch import LAUNCHER_PID
 from paceline.settings import HangWatch
+
+_logger = logging.getLogger("paceline")
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that must be set together; torchrun and `paceline.run.launch` set them all."""
@@ -176,7 +179,10 @@ def shutdown() -> None:
             dist.destroy_process_group()
     finally:
         if not dist.is_initialized():
-            threads.end_all()
+            left = threads.end_all()
+            if left:
+                names = ", ".join(sorted(thread.name for thread in left))
+                _logger.warning("paceline: threads still wait in a call that cannot be interrupted: %s", names)
 
 
 def default_backend(device: torch.device, *, world_size: int = 1) -> str:

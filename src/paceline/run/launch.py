@@ -176,7 +176,8 @@ class _Supervisor:
         def watch() -> None:
             self.events.put(_Exited(rank, process.wait()))
 
-        self.watchers.append(threads.start(watch, name=f"rank-{rank}", stop=process.kill, within_s=_TERMINATE_S))
+        # The thread ends with its rank. Ranks end by the supervisor's word only, so nothing is done to stop the thread.
+        self.watchers.append(threads.start(watch, name=f"rank-{rank}", stop=lambda: None, within_s=0))
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from paceline.testing._rank import CLEAN, CLEAN_UP, Answer, RankJob, rank_main
 
+PRELOADED = f"{__package__}._preloaded"
+"""The module that the server process from which ranks are forked imports."""
 _LOCALHOST = "127.0.0.1"
 # How long stuck ranks may take to write their stacks and die.
 _STACKS_S = 5.0
@@ -82,7 +84,7 @@ class RankPool:
         """``preload`` names modules that every rank has from its start, if this is the first pool of the process."""
         self._max_world_size = max_world_size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*preload, "paceline.testing._preloaded"])
+        self._context.set_forkserver_preload([*preload, PRELOADED])
         self._ranks: dict[int, _Rank] = {}
         self._runs = itertools.count()
         self._store: Any = None

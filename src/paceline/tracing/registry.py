@@ -7,6 +7,7 @@ one, see CONTRIBUTING.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from paceline import _torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(abc.ABC):
     """A thing that is made traceable."""
 
     subject: str
@@ -25,8 +26,9 @@ class Row:
     form: str
     """What is in the graph in its place, and what the graph then depends on; this is a line of the docs."""
 
+    @abc.abstractmethod
     def install(self) -> None:
-        raise NotImplementedError
+        """Make it traceable."""
 
 
 @dataclasses.dataclass(frozen=True)

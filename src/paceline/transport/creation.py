@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -34,37 +36,44 @@ def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGr
         one_host = OneHost(found.endpoint, found.control)
         return ShmProcessGroup(store, rank=rank, size=size, timeout=timeout, carrier=one_host)
     if found.reason is None and len(found.hosts) < size:
-        endpoint, control = _alone(names[rank]) if found.endpoint is None else (found.endpoint, found.control)
-        carrier: SeveralHosts | None = None
-        try:
-            carrier = SeveralHosts(
-                found.store,
-                rank=rank,
-                size=size,
-                timeout=timeout,
-                hosts=found.hosts,
-                endpoint=endpoint,
-                control=control,
-                names=names,
-                between=between,
-            )
-            # Leaders may still be connecting. A rank that uses the group, fails and leaves meanwhile would break their
-            # connections, and they would not know why. This waits longer than a leader needs to find that another one
-            # does not come, because that one is then to blame.
-            carrier.barrier(Terms(2 * timeout.total_seconds(), inline=True)).wait()
-        except BaseException:
-            # The process lives on, and must not keep the lock, the file and the threads of a group that was not made.
-            if carrier is not None:
-                carrier.close()
-            endpoint.close()
-            if control is not None:
-                control.close()
-            raise
+        carrier = _carrier_between_hosts(found, rank=rank, size=size, timeout=timeout, names=names, between=between)
         return ShmProcessGroup(store, rank=rank, size=size, timeout=timeout, carrier=carrier)
     if found.reason is not None:
         _say(found, rank=rank)
         between = "gloo"
     return PlainGroup(found.store, rank=rank, size=size, timeout=timeout, backend=between)
+
+
+def _carrier_between_hosts(
+    found: HostMap, *, rank: int, size: int, timeout: timedelta, names: Sequence[int], between: str
+) -> SeveralHosts:
+    endpoint, control = _alone(names[rank]) if found.endpoint is None else (found.endpoint, found.control)
+    carrier: SeveralHosts | None = None
+    try:
+        carrier = SeveralHosts(
+            found.store,
+            rank=rank,
+            size=size,
+            timeout=timeout,
+            hosts=found.hosts,
+            endpoint=endpoint,
+            control=control,
+            names=names,
+            between=between,
+        )
+        # Leaders may still be connecting. A rank that uses the group, fails and leaves meanwhile would break their
+        # connections, and they would not know why. This waits longer than a leader needs to find that another one
+        # does not come, because that one is then to blame.
+        carrier.barrier(Terms(2 * timeout.total_seconds(), inline=True)).wait()
+    except BaseException:
+        # The process lives on, and must not keep the lock, the file and the threads of a group that was not made.
+        if carrier is not None:
+            carrier.close()
+        endpoint.close()
+        if control is not None:
+            control.close()
+        raise
+    return carrier
 
 
 class PlainGroup(_torch.PythonProcessGroup):  # type: ignore[misc]

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from paceline import _torch
+from paceline.compiler.taps import ops
 
-_MARKS = ("paceline.enter", "paceline.leave")
+_MARKS = tuple(map(_torch.name_of_target, (ops.enter, ops.leave)))
 _COLLECTIVES = ("_c10d_functional", "c10d.", "paceline.")
-_LOCAL = (*_MARKS, "paceline.tap", "paceline.report", "paceline.tie")
+_LOCAL = (*_MARKS, *map(_torch.name_of_target, (ops.tap, ops.report, ops.tie)))
 _LINE_LIMIT = 400
 
 

@@ -7,6 +7,7 @@ group, and only if their SHA-256 is the one that rank 0 has put into the group's
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import hashlib
 import json
 import logging
@@ -15,13 +16,13 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from paceline import _torch
+from paceline import _torch, threads
 from paceline.compiler.consensus import shapes
 from paceline.compiler.consensus.compile_exchange import CompileExchange, NoteKind
 from paceline.compiler.consensus.fingerprint import Fingerprint
@@ -122,7 +123,7 @@ class SharedCompile:
             with contextlib.ExitStack() as stack:
                 found = stack.enter_context(_torch.artifacts_of_this())
                 if kernels:
-                    stack.enter_context(_torch.headers_beside())
+                    stack.enter_context(_preparations_beside())
                     stack.enter_context(_torch.kernels_beside())
                 compiled = compile_()
             data = Artifacts(found[0], self._new_kernels()).encode() if found else b""
@@ -206,6 +207,23 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
     os.chmod(temporary, 0o755)
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _preparations_beside() -> Iterator[None]:
+    """Let a thread run the C++ compiler for what every kernel needs, while the code inside runs in Python."""
+
+    def prepare() -> None:
+        # An error comes again where its cause matters.
+        with contextlib.suppress(Exception):
+            _torch.prepare_kernels()
+
+    # It needs Inductor's settings, since the result of a trial is kept for good. A copy of this context has them.
+    context = contextvars.copy_context()
+    thread = threads.start(context.run, prepare, name="headers", stop=lambda: None, within_s=threads.MOMENT_S)
+    yield
+    # After an error nobody waits here.
+    thread.join()
 
 
 def environment() -> dict[str, str]:

@@ -140,4 +140,5 @@ leave = torch.ops.paceline.leave.default
 for _mark in (enter, leave):
     has_side_effect(_mark)
 tap = torch.ops.paceline.tap.default
+report = torch.ops.paceline.report.default
 tie = torch.ops.paceline.tie.default

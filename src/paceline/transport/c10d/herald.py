@@ -16,8 +16,8 @@ from paceline import threads
 
 # One thread waits for jobs, and one takes over while that one runs callbacks.
 _KEPT = 2
-# How long a thread may take to end, because it may be running callbacks of the user.
-_END_S = 5.0
+# How long a thread may take to end while it runs callbacks of the user. Nothing ends a thread that waits for a job.
+_CALLBACK_S = 5.0
 
 
 class Attended(Protocol):
@@ -66,20 +66,24 @@ class Herald:
         if self._free == 0 and not self._is_closed:
             self._free = 1
             stop = partial(self._works.put, None)
-            self._threads.append(threads.start(self._run, name="herald", stop=stop, within_s=_END_S))
+            self._threads.append(threads.start(self._run, name="herald", stop=stop, within_s=threads.MOMENT_S))
 
     def _run(self) -> None:
+        me = threading.current_thread()
+        assert isinstance(me, threads.Thread)
         while (work := self._works.get()) is not None:
             work.attend()
             with self._lock:
                 self._free -= 1
                 self._see_that_one_is_free()
+            me.within_s = _CALLBACK_S
             work.announce()
+            me.within_s = threads.MOMENT_S
             # Its tensors must not live until the next work comes.
             del work
             with self._lock:
-                if self._free >= _KEPT and threading.current_thread() in self._threads:
-                    self._threads.remove(threading.current_thread())
+                if self._free >= _KEPT and me in self._threads:
+                    self._threads.remove(me)
                     return
                 self._free += 1
         with self._lock:

@@ -16,7 +16,12 @@ from paceline.transport.shm.kernel import Endpoint
 
 CAUSE_S = 1.2
 """How long a rank waits for others to say why the group failed. All ranks should know the reason within 2 s."""
-_STATUS = {"lost": Outcome.LOST, "failed": Outcome.POISONED, "disagreed": Outcome.DISAGREED}
+_OUTCOMES = {
+    "lost": Outcome.LOST,
+    "failed": Outcome.POISONED,
+    "disagreed": Outcome.DISAGREED,
+    "closed": Outcome.LOST,
+}
 
 
 class Connection(Protocol):
@@ -76,7 +81,7 @@ class GivingUp:
         """Tell everybody, and make all calls on the group fail, now and later."""
         self._reports.tell(report)
         self._hang_up()
-        self._endpoint.poison(report.said, blamed=report.rank, status=_STATUS[report.why])
+        self._endpoint.poison(report.said, blamed=report.rank, outcome=_OUTCOMES[report.why])
 
     def _own(self, said: str) -> Report:
         return Report(rank=self._me, why="failed", said=said)

@@ -112,10 +112,10 @@ class Leaders:
         sends = [_as_bytes(rows[list(ranks)]) for ranks in self._hosts]
         found = self.exchange(sends, [block.nbytes] * len(self._hosts), timeout_s=timeout_s)
         parts = [part.view(block.dtype).view_as(block) for part in found]
-        carrier = _STAND_IN_DTYPES.get(block.dtype, block.dtype)
-        total = parts[0].to(carrier)
+        stand_in = _STAND_IN_DTYPES.get(block.dtype, block.dtype)
+        total = parts[0].to(stand_in)
         for part in parts[1:]:
-            total = _fold(total, part.to(carrier), op)
+            total = _fold(total, part.to(stand_in), op)
         block.copy_(total)
 
     def hang_up(self) -> None:
@@ -148,13 +148,13 @@ class Leaders:
         self._backend.allgather([everybodys], [mine], _with(c10d.AllgatherOptions(), timeout_s)).wait()
 
     def _reduced(self, tensor: Tensor, exchange: Callable[[Tensor], object]) -> None:
-        carrier = _STAND_IN_DTYPES.get(tensor.dtype)
-        if carrier is None:
+        stand_in = _STAND_IN_DTYPES.get(tensor.dtype)
+        if stand_in is None:
             exchange(tensor)
             return
-        carried = tensor.to(carrier)
-        exchange(carried)
-        tensor.copy_(carried)
+        converted = tensor.to(stand_in)
+        exchange(converted)
+        tensor.copy_(converted)
 
 
 class _Silence:

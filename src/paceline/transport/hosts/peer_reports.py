@@ -36,8 +36,6 @@ _TEXT_CHARACTERS = 400
 # How long a connection may be silent. It is silent for as long as all goes well.
 _SILENCE = timedelta(days=1000)
 _TELL_S = 1.0
-# How long a rank that leaves waits for the goodbyes of others before it closes the connections.
-_GOODBYE_S = 1.0
 _END_S = 2.0
 
 
@@ -104,6 +102,7 @@ class PeerReports:
         self._expected = {other: (self._gloo.recv([message], other, 0), message) for other, message in rows.items()}
         self._heard = _Heard()
         self._lock = threading.Lock()
+        self._is_listening = False
         self._listeners: list[threads.Thread] = []
         self._has_spoken = False
 
@@ -138,22 +137,19 @@ class PeerReports:
         return [self._names[other] for other in among if other in self._expected and not self._heard.has(other)]
 
     def close(self) -> None:
-        """Say goodbye, and end the threads of this rank: they end with the goodbyes of others, or soon after."""
+        """Say goodbye, and tell the threads of this rank to end."""
         me = self._names[self._rank]
         self.tell(Report(rank=me, why="closed", said=f"rank {me} closed the group"))
-        deadline = time.monotonic() + _GOODBYE_S
-        for thread in self._listeners:
-            thread.ends_by(deadline)
-        for thread in self._listeners:
+        with self._lock:
+            listeners, self._listeners = self._listeners, []
+        for thread in listeners:
             thread.tell_to_stop()
-        deadline = time.monotonic() + _END_S
-        for thread in self._listeners:
-            thread.ends_by(deadline)
 
     def _listen(self) -> None:
         with self._lock:
-            if self._listeners:
+            if self._is_listening:
                 return
+            self._is_listening = True
             gloo, heard = self._gloo, self._heard
 
             def stop() -> None:

@@ -6,7 +6,7 @@ words, one after another, and learns those of all ranks, so that all come to the
 1. *hello*: the name of a small segment with a secret in it, and which kernel this rank has.
 2. *view*: whose segment this rank could open and read the secret in. Ranks that see each other are a host; its lowest
    rank makes the host's control segment and names it here.
-3. *verdict*: the control segment is mapped and accepted, or why not.
+3. *acceptance*: the control segment is mapped and accepted, or why not.
 
 Whatever goes wrong on any rank is a reason for all ranks to do without shared memory. Only a rank that says nothing at
 all is an error, which is raised after the time-out.
@@ -75,7 +75,7 @@ class _View(NamedTuple):
         return struct.unpack(f"<{len(self.seen) // 4}I", self.seen)
 
 
-class _Verdict(NamedTuple):
+class _Acceptance(NamedTuple):
     """What a rank says last."""
 
     problem: str
@@ -128,8 +128,8 @@ def meet(
             reason = _first([view.problem for view in views], names)
             if reason is None:
                 opening.join(views[seen[0]].control)
-            verdicts = talk.exchange(_Verdict, _Verdict(opening.problem))
-            reason = reason or _first([verdict.problem for verdict in verdicts], names)
+            acceptances = talk.exchange(_Acceptance, _Acceptance(opening.problem))
+            reason = reason or _first([theirs.problem for theirs in acceptances], names)
             if reason is not None:
                 return HostMap(hosts=hosts, reason=reason, store=talk.store)
             endpoint, control = opening.keep()

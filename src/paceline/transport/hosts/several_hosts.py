@@ -66,7 +66,11 @@ class SeveralHosts:
         self._reports = PeerReports(everybody, rank=rank, names=names)
         self._giving_up = GivingUp(self._reports, endpoint, me=names[rank])
         self._leaders: Leaders | None = None
-        self._connect(between, store, timeout)
+        try:
+            self._connect(between, store, timeout)
+        except BaseException:
+            self._reports.close()
+            raise
         self._queue = StageQueue()
 
     def _connect(self, between: str, store: Store, timeout: timedelta) -> None:

@@ -295,17 +295,17 @@ class Endpoint:
 
     # -- ends -----------------------------------------------------------------------------------------------
 
-    def poison(self, cause: str, *, blamed: int | None, status: Outcome = Outcome.POISONED) -> None:
+    def poison(self, cause: str, *, blamed: int | None, outcome: Outcome = Outcome.POISONED) -> None:
         """Make every rank's calls on this group fail, now and later, with ``cause``, unless it is closed already.
 
-        ``blamed`` is the name of the rank at fault, on this host or another, if there is one. ``status`` is how the
-        calls end.
+        ``blamed`` is the name of the rank at fault, on this host or another, if there is one. ``outcome`` is how
+        the calls end.
         """
         if self._is_ours():
             with self._lock:
                 endpoint = self._endpoint or self._closing
                 if endpoint is not None:
-                    self._library.pl_poison(endpoint, cause.encode(), -1 if blamed is None else blamed, status)
+                    self._library.pl_poison(endpoint, cause.encode(), -1 if blamed is None else blamed, outcome)
 
     def close(self) -> None:
         """Finish what was started, then leave the group; ranks that wait for this one from now on are told."""
