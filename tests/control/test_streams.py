@@ -22,7 +22,6 @@ from paceline import DDP, _torch
 from paceline.control import Channel
 from paceline.errors import PeerError
 from paceline.testing import RankError
-from paceline.transport.creation import PlainGroup
 from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
@@ -48,7 +47,7 @@ class _StreamWork(_torch.Work):
         return self.work.get_future()
 
 
-class _StreamGroup(PlainGroup):
+class _StreamGroup(_torch.PythonProcessGroup):
     """Gloo, whose collectives nobody can wait for.
 
     Who reads a result of a device's waits for it. On a CPU nothing does that: until the host ``runs_ahead`` of what
@@ -57,11 +56,16 @@ class _StreamGroup(PlainGroup):
 
     runs_ahead = False
 
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.gloo = _torch.new_gloo(store, rank=rank, size=size, timeout=timeout)
+        _torch.adopt_backend(self, self.gloo)
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _StreamWork:
-        return self._launch(super().allreduce(tensors, opts))
+        return self._launch(self.gloo.allreduce(tensors, opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _StreamWork:
-        return self._launch(super().broadcast(tensors, opts))
+        return self._launch(self.gloo.broadcast(tensors, opts))
 
     def _launch(self, work: dist.Work) -> _StreamWork:
         if not self.runs_ahead:
@@ -70,9 +74,7 @@ class _StreamGroup(PlainGroup):
 
 
 def _new_group(options: Any, _: Any) -> dist.ProcessGroup:
-    return _StreamGroup(
-        options.store, rank=options.group_rank, size=options.group_size, timeout=options.timeout, backend="gloo"
-    )
+    return _StreamGroup(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 def _join(rank: int, size: int) -> _StreamGroup:

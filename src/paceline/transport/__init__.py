@@ -10,7 +10,8 @@ The layout, from the ground up:
 - ``shm``: the C kernel with its Python binding, and the memory that the ranks of a host share
 - ``c10d``: the process group that torch calls, over a *carrier* that moves its tensors
 - ``hosts``: how ranks find out who shares memory, and the carrier of groups that span hosts
-- ``creation``: chooses the carrier of a new group
+- ``plain_groups``: groups whose ranks share no memory
+- ``creation``: chooses what carries a new group
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from paceline.transport import plain_groups
 
 BACKEND = "shm"
 
@@ -62,12 +65,13 @@ def allocate(
 
 def describe(group: dist.ProcessGroup) -> str:
     """Say in words how a group with this backend carries collectives. The text is empty for other backends."""
-    return getattr(group, "carried", "")
+    backend = plain_groups.backend_of(group)
+    return getattr(group, "carried", "") if backend is None else f"{group.size()} ranks, collectives over {backend}"
 
 
 def adds_sparse(group: dist.ProcessGroup) -> bool:
     """Whether ``all_reduce`` of the group, if it has this backend, takes sparse tensors, as gloo's does."""
-    return bool(getattr(group, "adds_sparse", False))
+    return plain_groups.backend_of(group) == dist.Backend.GLOO or getattr(group, "adds_sparse", False)
 
 
 def _new_group(backend_options: Any, group_options: Any) -> Any:

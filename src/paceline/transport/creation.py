@@ -9,12 +9,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store
 
-from paceline import _torch
 from paceline.transport.c10d.process_group import ShmProcessGroup
 from paceline.transport.hosts.rendezvous import HostMap, meet
 from paceline.transport.hosts.several_hosts import SeveralHosts
+from paceline.transport.plain_groups import new_plain_group
 from paceline.transport.shm.kernel import Endpoint, control_nbytes
 from paceline.transport.shm.one_host import OneHost
 from paceline.transport.shm.segment import Segment
@@ -41,7 +40,7 @@ def new_group(backend_options: Any, group_options: Any = None) -> dist.ProcessGr
     if found.reason is not None:
         _say(found, rank=rank)
         between = "gloo"
-    return PlainGroup(found.store, rank=rank, size=size, timeout=timeout, backend=between)
+    return new_plain_group(found.store, rank=rank, size=size, timeout=timeout, backend=between)
 
 
 def _carrier_between_hosts(
@@ -74,19 +73,6 @@ def _carrier_between_hosts(
             control.close()
         raise
     return carrier
-
-
-class PlainGroup(_torch.PythonProcessGroup):  # type: ignore[misc]
-    """A group with backend ``shm`` whose ranks do not share memory. Another backend carries it alone."""
-
-    def __init__(self, store: Store, *, rank: int, size: int, timeout: Any, backend: str) -> None:
-        super().__init__(rank, size)
-        made = _torch.new_backend(
-            backend, dist.PrefixStore(f"{backend}/", store), rank=rank, size=size, timeout=timeout
-        )
-        _torch.adopt_backend(self, made)
-        self.carried = f"{size} ranks, collectives over {backend}"
-        self.adds_sparse = backend == dist.Backend.GLOO
 
 
 def _alone(name: int) -> tuple[Endpoint, Segment]:
