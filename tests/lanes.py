@@ -17,7 +17,12 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 # These look for what dead ranks have left in /dev/shm, so no two of them run at the same time.
-_LOOKING_AT_MEMORY = ("transport/test_faults.py", "transport/test_refusals.py", "control/test_fault_scripts.py")
+_LOOKING_AT_MEMORY = (
+    "transport/test_faults.py",
+    "transport/test_refusals.py",
+    "transport/test_segment.py",
+    "control/test_fault_scripts.py",
+)
 # These share what one process, which is at it for half a minute, finds out about every expression.
 _ON_A_FAKE_GROUP = ("tracing/test_expressions.py", "tracing/test_footprint.py")
 

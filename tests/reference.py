@@ -51,6 +51,21 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return model.no_sync() if isinstance(model, DDP) else contextlib.nullcontext()
 
 
+def mlp() -> nn.Sequential:
+    """A small model that takes a ``batch``."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def square(model: nn.Module, rank: int, i: int = 0) -> None:
+    """A step whose loss is the mean of squares."""
+    model(batch(rank, i)).square().mean().backward()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be in parts."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 class Branches(nn.Module):
     """Three layers, of which each call uses one."""
 

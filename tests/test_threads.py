@@ -16,8 +16,8 @@ import torch.distributed as dist
 import paceline
 from paceline import threads
 from paceline.run.launch import launch
-from tests.transport._hosts import Hosts, why_no_hosts
-from tests.transport.requirements import needs_shm
+from tests.transport._hosts import Hosts
+from tests.transport.requirements import needs_hosts, needs_shm
 
 
 def _ours() -> list[str]:
@@ -77,10 +77,7 @@ def test_no_thread_is_left_if_the_user_has_ended_the_group_before_shutdown() -> 
 
 
 def test_no_thread_is_left_after_shutdown_of_a_group_that_spans_hosts() -> None:
-    needs_shm()
-    reason = why_no_hosts()
-    if reason is not None:
-        pytest.skip(f"no hosts to test with: {reason}")
+    needs_hosts()
     with Hosts(2, ranks_per_host=2, is_forking=True) as hosts:
         found: list[Any] = hosts.run(__name__, "leave", "cpu:shm")
     assert {"paceline-reports", "paceline-watch"} <= set(found[0][0])
@@ -91,9 +88,12 @@ def test_no_thread_is_left_after_shutdown_of_a_group_that_spans_hosts() -> None:
 _LIVE_GROUP = """
 import atexit, time
 ended = []
-atexit.register(lambda: print(time.monotonic() - ended[0]))
+atexit.register(lambda: print(time.monotonic() - ended[0] < threads._REST_S))
 from paceline import threads
 import torch.distributed as dist
+threads._REST_S = 60.0
+# Without one of ours the end would not look at the others at all.
+threads.start(int, name="short", stop=int, within_s=60).join()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ended.append(time.monotonic())
 """
@@ -102,8 +102,9 @@ ended.append(time.monotonic())
 _BUSY_THREAD = """
 import atexit, itertools, threading, time
 ended = []
-atexit.register(lambda: print(time.monotonic() - ended[0]))
-import paceline
+atexit.register(lambda: print(time.monotonic() - ended[0] < threads._REST_S))
+from paceline import threads
+threads._REST_S = 60.0
 threading.Thread(target=lambda: [n for n in itertools.count() if not n], daemon=True).start()
 ended.append(time.monotonic())
 """
@@ -112,8 +113,8 @@ ended.append(time.monotonic())
 @pytest.mark.parametrize("program", [_LIVE_GROUP, _BUSY_THREAD], ids=["live-group", "busy-thread"])
 def test_the_end_does_not_wait_for_threads_that_need_not_end(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    # It would wait for them in full.
-    assert float(done.stdout) < threads._REST_S
+    # It would wait for them in full: a minute here, so that a busy machine is not taken for that.
+    assert done.stdout == "True\n"
 
 
 # -- one thread ----------------------------------------------------------------------------------------
@@ -193,23 +194,30 @@ def test_a_forked_process_can_start_threads() -> None:
     assert done.stdout == "7\n"
 
 
-# A thread waits in C++ and comes back while the interpreter finalises, which the end of a "module" makes long.
+# A thread waits in C++ and comes back while the interpreter finalises. The end of a "module" causes that, and gives it
+# time. The abort cuts a long time short. A thread that is held does nothing that could be waited for.
 _PROGRAM = """
 import datetime, sys, threading, time
 import torch.distributed as dist
 from paceline import threads
 
-class Slow:
-    def __del__(self, sleep=time.sleep):
-        sleep(2)
+# The thread keeps Python's lock until it waits in C++, and on a busy machine it may take its time to be asleep there.
+sys.setswitchinterval(60)
+threads._REST_S = 60.0
+store = dist.HashStore()
 
-sys.modules["slow"] = Slow()
+class Late:
+    def __del__(self, set=store.set, sleep=time.sleep, enough_s=1 if sys.argv[1] == "owned" else 60):
+        set("late", "")
+        sleep(enough_s)
+
+sys.modules["late"] = Late()
 entered = threading.Event()
 
 def wait():
     entered.set()
     try:
-        dist.HashStore().wait(["nothing"], datetime.timedelta(seconds=1))
+        store.wait(["late"], datetime.timedelta(seconds=120))
     finally:
         print("came back", flush=True)
 
@@ -229,7 +237,6 @@ def test_a_thread_that_cannot_be_interrupted_does_not_abort_the_end_of_the_proce
     assert (done.returncode, done.stdout) == (code, "ends\n"), done.stderr
 
 
-@pytest.mark.full
 def test_no_thread_is_started_while_the_interpreter_ends() -> None:
     code = (
         "import atexit\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters
 
 from paceline import DDP
 from paceline.compiler.record import records_of
@@ -35,6 +37,25 @@ def stack(layers: int = 4, width: int = 8) -> nn.Sequential:
 
 def plain_step(model: Any, rank: int, step: int) -> None:
     model(batch(rank, step)).square().sum().backward()
+
+
+eager = functools.partial(torch.compile, backend="eager")
+
+
+def whole(backend: str, **options: Any) -> Callable[..., Any]:
+    """Compiles as one graph."""
+    return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
+
+
+def fresh() -> None:
+    """Have Dynamo forget what it has compiled, and how often."""
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+
+
+def new_salt() -> float:
+    """A number that no cache has seen yet. Elsewhere one that differs from run to run would have no place in a test."""
+    return 1 + time.time_ns() % 10**9 / 10**9
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ WARNINGS = (
     ("`torch.jit", DeprecationWarning),
     ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
 )
+# Under load the machine takes its time. This is less than pytest allows, so that the stacks of stuck ranks are shown.
+TIMEOUT_S = 170
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
         fn: Callable[..., Any],
         *args: Any,
         allow_warnings: tuple[Any, ...] = (),
-        timeout: float = 180,
+        timeout: float = TIMEOUT_S,
         **options: Any,
     ) -> list[Any]:
         return rank_pool.run(fn, *args, allow_warnings=WARNINGS + allow_warnings, timeout=timeout, **options)

@@ -5,34 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo.utils import counters
 
 from paceline import DDP
 from paceline.hooks import allreduce
-from tests.compiler._compare import plain_step, stack
-
-
-class Salted(nn.Module):
-    """A module that no cache has seen yet."""
-
-    def __init__(self, salt: float) -> None:
-        super().__init__()
-        self.salt, self.inner = salt, stack(2)
-
-    def forward(self, x):
-        return self.inner(x) * self.salt
-
-
-def new_salt() -> float:
-    # Other than this, a number that differs from run to run would have no place in a test.
-    return float(time.time_ns() % 10**9)
+from tests.compiler._compare import new_salt, plain_step, stack
+from tests.compiler._models import Salted
 
 
 def compile_and_count(rank: int, salt: float, cap_bytes: int) -> dict[str, list[int]]:

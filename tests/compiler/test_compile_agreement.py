@@ -6,12 +6,11 @@ ranks that compile differently often, without the agreement.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 import itertools
 import logging
 import os
-import time
 from unittest import mock
 
 import pytest
@@ -21,24 +20,15 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.comptime import comptime
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._functorch.aot_autograd import make_boxed_func
 
 import paceline
 from paceline import DDP, _torch, errors
 from paceline.compiler import agreement
 from paceline.compiler.consensus.compile_exchange import exchange_of
-from tests.compiler._compare import batch, messages, same_grads, stack
+from tests.compiler._compare import batch, eager, fresh, messages, new_salt, same_grads, stack
 from tests.on_ranks import on_ranks
-
-# Under load the machine takes its time, and nothing here is about speed.
-TIMEOUT_S = 300
-eager = functools.partial(torch.compile, backend="eager")
-
-
-def _fresh() -> None:
-    torch._dynamo.reset()
-    clear_compilation_metrics()
 
 
 def _n_compiled() -> int:
@@ -94,7 +84,7 @@ def _shapes(rank, size, names, agree):
     counts = []
     for name in names:
         function, calls, _ = CASES[name]
-        _fresh()
+        fresh()
         compiled = eager(function)
         with agreement(agree):
             for arguments in calls[rank]:
@@ -106,23 +96,23 @@ def _shapes(rank, size, names, agree):
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_ranks_that_see_different_shapes_compile_equally_often(ranks, backend):
     expected = [count for _, _, count in CASES.values()]
-    assert ranks(_shapes, list(CASES), True, backend=backend, timeout=TIMEOUT_S) == [expected, expected]
+    assert ranks(_shapes, list(CASES), True, backend=backend) == [expected, expected]
 
 
 @pytest.mark.full
 def test_without_it_they_do_not(ranks):
     # What the test above is worth: these finish without the agreement too, but not with the same graphs.
-    counts = ranks(_shapes, ["numbers", "speculation"], False, timeout=TIMEOUT_S)
+    counts = ranks(_shapes, ["numbers", "speculation"], False)
     assert counts == [[2, 1], [2, 2]]
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_batches_of_different_sizes(rank, size):
     """The module inside of a wrapper is compiled by itself, and both ranks compile it once."""
     model = nn.Linear(10, 2)
     ddp = DDP(model)
     model.compile(backend="aot_eager")
-    _fresh()
+    fresh()
     with agreement(True):
         for n in ([5, 8, 6], [6, 6, 3])[rank]:
             ddp(torch.randn(n, 10)).sum().backward()
@@ -132,10 +122,10 @@ def test_batches_of_different_sizes(rank, size):
 # -- guards --------------------------------------------------------------------------------------------
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_if_one_rank_must_recompile_all_do(rank, size):
     f, seen = eager(lambda x: x.sum()), []
-    _fresh()
+    fresh()
     with agreement(True) as agreed:
         for n in (10, 10, 10 + 2 * rank, 30 + rank):
             assert f(torch.ones(n)) == n
@@ -148,10 +138,10 @@ def test_if_one_rank_must_recompile_all_do(rank, size):
     assert seen == [1, 1, 2, 2]
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_ranks_meet_whatever_each_had_compiled_before(rank, size):
     f = eager(lambda x: x.sum())
-    _fresh()
+    fresh()
     if rank == 0:
         f(torch.ones(3))
     # Rank 0 has code to guard, and rank 1 has none.
@@ -170,15 +160,21 @@ def test_ranks_meet_whatever_each_had_compiled_before(rank, size):
 
 
 def _lose_patience() -> None:
-    """Have this rank wait no time at all while the other compiles slowly, and say when it has waited all the same."""
+    """Have this rank wait no time at all while the other compiles slowly, and say when it has waited all the same.
+
+    Neither has its hang watch any patience. Both begin when the other rank has said that it compiles, and end before
+    it goes on, so that nothing depends on how fast ranks are.
+    """
     exchange = exchange_of(dist.group.WORLD)
-    read, asked, patience_s = exchange.read, itertools.count(), exchange.timeout_s
+    read, asked, patience_s, watch = exchange.read, itertools.count(), exchange.timeout_s, exchange.channel.hang
+    hasty = dataclasses.replace(watch, after_s=1e-6)
 
     def counted(key):
         if read("slow"):
+            # A look at the other rank is four reads or five, so that this rank looks several times.
             n_asked = next(asked)
-            exchange.timeout_s = 0.0 if n_asked < 80 else patience_s
-            if n_asked == 80:
+            exchange.timeout_s, exchange.channel.hang = (0.0, hasty) if n_asked < 20 else (patience_s, watch)
+            if n_asked == 20:
                 exchange.put("patient", "yes")
         return read(key)
 
@@ -194,9 +190,9 @@ def _compile_slowly() -> None:
 
 
 @pytest.mark.parametrize("slow", ["tracing", pytest.param("compiling", marks=pytest.mark.full)])
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_a_rank_that_compiles_longer_than_the_timeout_kills_nobody(rank, size, slow):
-    _fresh()
+    fresh()
 
     def f(x):
         if rank == 0 and slow == "tracing":
@@ -208,10 +204,8 @@ def test_a_rank_that_compiles_longer_than_the_timeout_kills_nobody(rank, size, s
             _compile_slowly()
         return gm.forward
 
-    # Nor does a hang watch that makes errors of waits: two seconds are less than the other rank waits, and more than a
-    # rank takes to say that it compiles.
-    watch = {"PACELINE_HANG_WATCH": "enforce", "PACELINE_HANG_AFTER_S": "2"}
-    with mock.patch.dict(os.environ, watch), agreement(True):
+    # Nor does a hang watch that makes errors of waits.
+    with mock.patch.dict(os.environ, {"PACELINE_HANG_WATCH": "enforce"}), agreement(True):
         if rank == 1:
             _lose_patience()
         torch.compile(f, backend=backend)(torch.ones(4))
@@ -225,7 +219,7 @@ def _train(backend, salt):
 
 
 def _fill_cache(rank, size, salt):
-    _fresh()
+    fresh()
     with _torch.backward_compiled_with_forward():
         _train("inductor", salt)
 
@@ -239,7 +233,7 @@ def _skew_with_cache(rank, size, salt):
             _compile_slowly()
         return chosen(gm, example_inputs)
 
-    _fresh()
+    fresh()
     counters.clear()
     with torch._functorch.config.patch(enable_autograd_cache=rank == 1), agreement(True):
         if rank == 1:
@@ -251,15 +245,15 @@ def _skew_with_cache(rank, size, salt):
 
 @pytest.mark.full
 def test_nor_does_it_if_the_others_have_it_in_their_cache(ranks):
-    salt = float(time.time_ns() % 10**9)
-    ranks(_fill_cache, salt, world_size=1, timeout=TIMEOUT_S)
-    assert ranks(_skew_with_cache, salt, timeout=TIMEOUT_S) == [0, 1]
+    salt = new_salt()
+    ranks(_fill_cache, salt, world_size=1)
+    assert ranks(_skew_with_cache, salt) == [0, 1]
 
 
 # -- graphs --------------------------------------------------------------------------------------------
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_graphs_that_differ_are_reported_with_the_first_node(rank, size):
     # Numbers like the rank's own become dynamic; others stand in the graphs as constants.
     scale = 1.5 + rank
@@ -273,7 +267,7 @@ def test_graphs_that_differ_are_reported_with_the_first_node(rank, size):
         y = x.sin()
         return y.cos() if rank == 0 else y.tan()
 
-    _fresh()
+    fresh()
     with messages(logging.WARNING) as told, agreement(True) as agreed:
         numbered(torch.ones(4))
         different(torch.ones(4))
@@ -284,7 +278,7 @@ def test_graphs_that_differ_are_reported_with_the_first_node(rank, size):
     line = inspect.unwrap(different).__code__.co_firstlineno + 3
     assert f"rank 0 has call_method cos((%1), {{}}) at test_compile_agreement.py:{line}\n" in difference
     assert "rank 1 has call_method tan" in difference
-    _fresh()
+    fresh()
     with (
         pytest.raises(errors.DisagreementError, match=r"(?s)rank 0 has.*cos.*rank 1 has.*tan"),
         agreement(True, on_difference="raise"),
@@ -292,7 +286,7 @@ def test_graphs_that_differ_are_reported_with_the_first_node(rank, size):
         different(torch.ones(4))
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_collectives_that_differ_are_an_error_before_they_run(rank, size):
     @eager
     def f(x):
@@ -301,7 +295,7 @@ def test_collectives_that_differ_are_an_error_before_they_run(rank, size):
             dist.all_reduce(x)
         return x + 1
 
-    _fresh()
+    fresh()
     with (
         pytest.raises(errors.DisagreementError, match=r"(?s)first.*all_reduce.*would wait for ever"),
         agreement(True),
@@ -313,9 +307,9 @@ def test_collectives_that_differ_are_an_error_before_they_run(rank, size):
 
 
 @pytest.mark.full
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_it_is_an_option_of_paceline_compile(rank, size):
-    _fresh()
+    fresh()
     plain, ddp = DDP(stack()), DDP(stack())
     compiled = paceline.compile(ddp, inner="aot_eager", agreement=True)
     for step, rows in enumerate([(4, 7), (4, 4), (9, 3)]):
@@ -329,7 +323,7 @@ def test_it_is_an_option_of_paceline_compile(rank, size):
     assert torch.equal(function(torch.ones(2 + rank)), torch.ones(2 + rank) + rank)
 
 
-@on_ranks(world_size=1, timeout=TIMEOUT_S)
+@on_ranks(world_size=1)
 def test_without_other_ranks_nothing_is_agreed_on(rank, size):
     with agreement(True) as agreed:
         assert agreed is None
@@ -338,10 +332,10 @@ def test_without_other_ranks_nothing_is_agreed_on(rank, size):
         agreement(True, on_difference="perhaps")
 
 
-@on_ranks(world_size=4, timeout=TIMEOUT_S)
+@on_ranks(world_size=4)
 def test_a_group_agrees_by_itself(rank, size):
     f = eager(lambda x: x.sum())
-    _fresh()
+    fresh()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with agreement(True, group=halves[rank // 2]):
         # Rank 3 alone sees another size: ranks 0 and 1 do not hear of it.
@@ -351,14 +345,14 @@ def test_a_group_agrees_by_itself(rank, size):
     dist.barrier()
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_backward_is_compiled_with_forward_and_gradients_are_those_of_eager_mode(rank, size):
     compiled_parts = []
 
     def note(part):
         return lambda gm, example_inputs: compiled_parts.append(part) or make_boxed_func(gm.forward)
 
-    _fresh()
+    fresh()
     eager, ddp = DDP(stack()), DDP(stack())
     compiled = torch.compile(ddp, backend=aot_autograd(fw_compiler=note("forward"), bw_compiler=note("backward")))
     with agreement(True):

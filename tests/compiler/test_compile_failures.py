@@ -5,27 +5,25 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from paceline import _torch, errors
+from paceline import errors
 from paceline.compiler import agreement
 from paceline.testing import RankError
-from tests.compiler.test_compile_agreement import TIMEOUT_S, _fresh, eager
+from tests.compiler._compare import eager, fresh
 from tests.on_ranks import on_ranks
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_a_rank_that_cannot_compile_is_an_error_on_all(rank, size):
     def backend(gm, example_inputs):
         if rank == 1:
             raise RuntimeError("no such instruction")
         return gm.forward
 
-    _fresh()
+    fresh()
     f = torch.compile(lambda x: x.sum(), backend=backend)
     expected = (errors.PeerFailedError, torch._dynamo.exc.BackendCompilerFailed)[rank]
     with agreement(True):
@@ -49,7 +47,7 @@ def test_a_rank_that_cannot_compile_is_an_error_on_all(rank, size):
                 f(torch.ones(4))
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_a_frame_that_all_gave_up_before_is_not_given_up_by_one_that_is_slow(rank, size):
     """No rank can compile a frame, and then all can: rank 1 late."""
 
@@ -59,7 +57,7 @@ def test_a_frame_that_all_gave_up_before_is_not_given_up_by_one_that_is_slow(ran
             torch._dynamo.graph_break()
         return x.sum()
 
-    _fresh()
+    fresh()
     with agreement(True) as found:
         with pytest.raises(torch._dynamo.exc.Unsupported):
             f(torch.ones(4), True)
@@ -71,38 +69,26 @@ def test_a_frame_that_all_gave_up_before_is_not_given_up_by_one_that_is_slow(ran
         assert len(found.compilations) == 1
 
 
-def test_a_frame_has_a_name_while_its_closure_is_not_assigned_yet():
-    def outer():
-        def inner():
-            return late
-
-        name = _torch.dynamo_frames._frame_name(inner.__code__, inner.__closure__)
-        late = None
-        return name
-
-    assert outer().startswith("inner (test_compile_failures.py:")
-
-
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_ranks_that_compile_different_functions_are_told_so(rank, size):
     first = eager(lambda x: x.sum())
     second = eager(lambda x: x.prod())
-    _fresh()
+    fresh()
     with agreement(True), pytest.raises(errors.DisagreementError, match=r"(?s)different functions.*rank 0.*rank 1"):
         (first if rank == 0 else second)(torch.ones(4))
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_a_rank_that_stays_away_is_named(rank, size):
     f = eager(lambda x: x.sum())
-    _fresh()
-    # Not in the constructor: connecting may take longer.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
-    with agreement(True):
+    fresh()
+    with agreement(True) as found:
         f(torch.ones(4))
         if rank == 0:
+            # Not before: compiling may take any time.
+            found._exchange.timeout_s = 1.0
             # Compiled code runs here, where an exception would end the process: it comes out all the same.
-            with pytest.raises(errors.RankLostError, match=r"for rank 1, which is not compiling"):
+            with pytest.raises(errors.RankLostError, match=r"waited 1 s .* for rank 1, which is not compiling"):
                 f(torch.ones(4))
 
 
@@ -112,13 +98,13 @@ def _killed(rank, size):
             os.kill(os.getpid(), signal.SIGKILL)
         return gm.forward
 
-    _fresh()
+    fresh()
     with agreement(True):
         torch.compile(lambda x: x.sum(), backend=backend)(torch.ones(4))
 
 
 def test_a_rank_that_is_killed_while_it_compiles_is_news(ranks):
     with pytest.raises(RankError) as caught:
-        ranks(_killed, timeout=TIMEOUT_S)
+        ranks(_killed)
     assert caught.value.failures[0].error_type == "RankLostError"
     assert "rank 1" in caught.value.failures[0].message

@@ -15,6 +15,7 @@ from paceline import DDP
 from paceline.compiler import Backend
 from paceline.compiler.taps import ops
 from tests.compiler._compare import batch, compare, in_sync, plain_step, stack
+from tests.compiler._models import Broken
 from tests.on_ranks import on_ranks
 
 
@@ -84,17 +85,6 @@ def test_a_compiled_training_step(rank, size):
         for a, b in zip(eager.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     in_sync(ours)
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = stack(2), stack(2)
-
-    def forward(self, x):
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(x)
 
 
 @pytest.mark.parametrize("how", ["around", "paceline.compile"])
@@ -208,6 +198,35 @@ def test_backends_modes_and_options(rank, size, way):
     assert min(seen.early) > 0
     assert given == ([] if expected is None else [(expected, seen.taps)])
     assert seen.taps > 0
+
+
+MODE = "max-autotune-no-cudagraphs"
+# Ways to compile with Inductor, each with the mode and the options that it is to be told.
+FOR_INDUCTOR = {
+    "by name": (by_name, None, {}),
+    "mode by name": (functools.partial(by_name, mode=MODE), MODE, {}),
+    "options by name": (functools.partial(by_name, options={"max_fusion_size": 8}), None, {"max_fusion_size": 8}),
+    "options": (functools.partial(torch.compile, options={"max_fusion_size": 8}), None, {"max_fusion_size": 8}),
+    "paceline.compile": (paceline.compile, None, {}),
+    "its mode": (functools.partial(paceline.compile, mode=MODE), MODE, {}),
+    "its options": (functools.partial(paceline.compile, options={"max_fusion_size": 8}), None, {"max_fusion_size": 8}),
+}
+
+
+@on_ranks()
+def test_inductor_is_told_its_mode_and_options_and_to_keep_the_order(rank, size):
+    """Inductor itself, which takes seconds, is not run: what calls it is looked at."""
+    from torch._inductor import compile_fx as inductor
+    from torch._inductor import list_mode_options
+
+    for way, (compile_, mode, options) in FOR_INDUCTOR.items():
+        torch._dynamo.reset()
+        with mock.patch.object(inductor, "compile_fx", side_effect=lambda gm, *_, **__: gm.forward) as compile_fx:
+            plain_step(compile_(DDP(stack(), bucket_cap_mb=600 / 2**20)), rank, 0)
+        (call,) = compile_fx.call_args_list
+        expected = {**(list_mode_options(mode) if mode else {}), **options, "reorder_for_peak_memory": False}
+        assert call.kwargs["config_patches"] == expected, way
+    assert list_mode_options(MODE)
 
 
 @on_ranks()

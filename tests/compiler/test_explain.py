@@ -11,7 +11,7 @@ from torch import nn
 import paceline
 from paceline import DDP
 from tests.compiler._compare import batch, messages, plain_step, stack
-from tests.compiler.test_entries import Broken
+from tests.compiler._models import Broken
 from tests.on_ranks import on_ranks
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import copy
-import functools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
 
 from paceline import DDP, MixedPrecision
 from paceline.compiler.taps import tap
 from paceline.hooks import allreduce, fp16_compress
-from tests.compiler._compare import RTOL, batch, compare, plain_step, stack
+from tests.compiler._compare import RTOL, batch, compare, plain_step, stack, whole
+from tests.compiler._models import Checkpointed, Normed, Tied
 from tests.on_ranks import on_ranks
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
-
-
-def whole(backend, **options):
-    return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
 
 
 def _unwrapped(model):
@@ -100,17 +94,6 @@ def test_no_sync_and_accumulation_do_not_compile_again(rank, size, backend):
     assert seen.rounds[-1] == seen.buckets
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
-        self.double()
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @on_ranks()
 def test_buffers_are_broadcast_before_the_graph_runs(rank, size, backend):
@@ -166,18 +149,6 @@ class Sometimes(nn.Module):
 
     def forward(self, x):
         return self.linear(x) if self.use else x * 2
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed, self.middle, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        self.head.weight = self.embed.weight
-        self.double()
-
-    def forward(self, x):
-        return self.head(self.middle(self.embed((x.abs() * 3).long().clamp(max=7))))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -340,17 +311,6 @@ def test_create_graph_where_the_backend_can(rank, size):
 
     # The second derivative is this rank's own.
     compare(rank, stack, compile=whole("eager"), step=step, steps=2, synced=False)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts, self.wrapped = stack(2), nn.Sequential(*map(checkpoint_wrapper, stack(2)))
-
-    def forward(self, x):
-        for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=False)
-        return self.wrapped(x)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -6,37 +6,13 @@ import functools
 
 import pytest
 import torch
-from benchmarks.models import bert
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline import DDP
-from tests.compiler._compare import batch, compare, stack
+from tests.compiler._compare import batch, compare, whole
+from tests.compiler._models import BERT_WARNINGS, Attentive, Selective, compare_bert
 from tests.on_ranks import on_ranks
-
-# Of gradients in float32.
-TOLERANCE = 1e-4
-# transformers asks torch.jit what it would do.
-WARNINGS = ((".*", DeprecationWarning), (".*", FutureWarning))
-
-
-def whole(backend, **options):
-    return functools.partial(torch.compile, backend=backend, fullgraph=True, **options)
-
-
-def bert_step(model, rank, n):
-    tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(10 * n + rank))
-    model(input_ids=tokens, labels=tokens).loss.backward()
-
-
-def compare_bert(rank, compile_, options):
-    def make():
-        torch.manual_seed(5)
-        return bert(vocabulary=40, width=16, layers=1, heads=2, length=16)
-
-    options = {"bucket_cap_mb": 4000 / 2**20, "steps": 2, "rtol": TOLERANCE, "atol": TOLERANCE, **options}
-    return compare(rank, make, compile=compile_, step=bert_step, **options)
 
 
 @pytest.mark.timeout(600)
@@ -44,29 +20,12 @@ def compare_bert(rank, compile_, options):
     "options", [{}, pytest.param({"static_graph": True}, marks=pytest.mark.full)], ids=["", "static_graph"]
 )
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@on_ranks(allow_warnings=WARNINGS, timeout=560)
+@on_ranks(allow_warnings=BERT_WARNINGS, timeout=560)
 def test_bert(rank, size, backend, options):
     seen = compare_bert(rank, functools.partial(torch.compile, backend=backend), options)
     assert seen.graphs == 1
     assert seen.early[-1] > 1
     assert seen.rounds[-1] == seen.buckets
-
-
-def _alibi(score, b, h, q, k):
-    return score + (q - k) * (h + 1) * 0.1
-
-
-class Attentive(nn.Module):
-    def __init__(self, attention=flex_attention) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.inputs, self.middle, self.outputs = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.attention = attention
-
-    def forward(self, x):
-        q, k, v = (part.view(2, 16, 1, 16).transpose(1, 2) for part in self.inputs(x).chunk(3, dim=-1))
-        mixed = self.attention(q, k, v, score_mod=_alibi)
-        return self.outputs(self.middle(mixed.transpose(1, 2).reshape(2, 16, 16)))
 
 
 @on_ranks()
@@ -80,22 +39,6 @@ def test_flex_attention_compiled_with_the_model_and_by_itself(rank, size):
         want = torch.compile(eager, backend="eager")(x)
         torch.testing.assert_close(in_part(x), want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(whole("aot_eager")(ours)(x), want, rtol=1e-4, atol=1e-4)
-
-
-def _policy(context, op, *args, **kwargs):
-    keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class Selective(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = stack(2), stack(2)
-
-    def forward(self, x):
-        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-        x = checkpoint(self.first, x, use_reentrant=False, context_fn=contexts)
-        return checkpoint(self.second, x, use_reentrant=False)
 
 
 @on_ranks()

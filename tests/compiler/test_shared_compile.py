@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
 import os
 import random
 import threading
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -28,12 +26,10 @@ from paceline.compiler.consensus import shapes, shared_compile
 from paceline.compiler.consensus.compile_exchange import CompileExchange, NoteKind, exchange_of
 from paceline.compiler.consensus.shared_compile import COMPILED, LOADED, Artifacts, Kernel, SharedCompile
 from paceline.testing import RankPool
-from tests.compiler._compare import batch, same_grads, stack
-from tests.compiler.conftest import WARNINGS
-from tests.compiler.test_caches import Salted
+from tests.compiler._compare import batch, new_salt, same_grads, stack
+from tests.compiler._models import Salted
+from tests.compiler.conftest import TIMEOUT_S, WARNINGS
 from tests.on_ranks import on_ranks
-
-TIMEOUT_S = 300
 
 
 @contextlib.contextmanager
@@ -111,8 +107,8 @@ def _picks(context=contextlib.nullcontext):
 
 
 def test_one_rank_compiles_and_the_others_load_it(job_directory, tmp_path):
-    # A number that no cache has seen: kernels that were compiled before need no file.
-    salt = 1 + random.Random(time.time_ns()).random()
+    # Kernels that were compiled before would need no file.
+    salt = new_salt()
     # Ranks of its own: those of the pool may have loaded some of the kernels before, and look for no file.
     with RankPool() as pool:
         found = pool.run(_once, str(tmp_path), salt, timeout=TIMEOUT_S, allow_warnings=WARNINGS)
@@ -150,7 +146,7 @@ def _cannot(rank, size, folder):
 
 
 def test_if_ranks_cannot_share_each_compiles_and_the_reason_is_kept(ranks, tmp_path):
-    for constant, plain, version in ranks(_cannot, str(tmp_path), timeout=TIMEOUT_S):
+    for constant, plain, version in ranks(_cannot, str(tmp_path)):
         assert constant == f"{COMPILED}: the graph of rank 1 is not that of rank 0"
         assert plain == f"{COMPILED}: the backend leaves no artifacts"
         assert version.startswith(f"{COMPILED}: the version of torch of rank 1 is not that of rank 0")
@@ -178,10 +174,10 @@ def _tampered(rank, size, folder):
 
 
 def test_bytes_that_rank_0_did_not_announce_are_not_loaded(ranks, tmp_path):
-    ranks(_tampered, str(tmp_path), timeout=TIMEOUT_S)
+    ranks(_tampered, str(tmp_path))
 
 
-@on_ranks(timeout=TIMEOUT_S)
+@on_ranks()
 def test_if_the_rank_that_compiles_fails_all_do(rank, size):
     def backend(gm, example_inputs):
         raise RuntimeError(f"no such instruction on rank {rank}")
@@ -215,41 +211,7 @@ def _all_hear(rank, size, folder, what):
 
 @pytest.mark.parametrize("what", [pytest.param("reading", marks=pytest.mark.full), "building"])
 def test_if_artifacts_cannot_be_made_all_ranks_hear_of_it(ranks, tmp_path, what):
-    ranks(_all_hear, str(tmp_path), what, timeout=TIMEOUT_S)
-
-
-def _scopes(n):
-    """Names of Inductor's whose kernels are compiled, but were not waited for."""
-    scopes = [{"kernel": concurrent.futures.Future()} for _ in range(n)]
-    for scope in scopes:
-        scope["kernel"].set_result("compiled")
-    return scopes
-
-
-def test_only_the_thread_that_compiles_postpones_to_wait_for_kernels():
-    mine, theirs = _scopes(2)
-    with _torch.kernels_beside():
-        AsyncCompile().wait(mine)
-        other = threading.Thread(target=AsyncCompile().wait, args=(theirs,))
-        other.start()
-        other.join()
-        assert theirs == {"kernel": "compiled"}
-        assert mine != {"kernel": "compiled"}
-    assert mine == {"kernel": "compiled"}
-
-
-def test_a_context_that_postpones_inside_another_waits_for_its_own():
-    outer, inner, late = _scopes(3)
-    torchs = AsyncCompile.wait
-    with _torch.kernels_beside():
-        AsyncCompile().wait(outer)
-        with _torch.kernels_beside():
-            AsyncCompile().wait(inner)
-        assert inner == {"kernel": "compiled"}
-        AsyncCompile().wait(late)
-        assert outer != {"kernel": "compiled"} != late
-    assert outer == late == {"kernel": "compiled"}
-    assert AsyncCompile.wait is torchs
+    ranks(_all_hear, str(tmp_path), what)
 
 
 def test_headers_are_made_with_the_settings_of_the_compilation_and_keep_no_failure():
@@ -291,7 +253,7 @@ def _vanished(rank, size, folder):
 
 
 def test_a_kernel_that_has_vanished_is_not_sent_and_notes_of_another_kind_are_refused(ranks, tmp_path):
-    ranks(_vanished, str(tmp_path), timeout=TIMEOUT_S)
+    ranks(_vanished, str(tmp_path))
 
 
 # -- messages ------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from paceline import DDP
 from paceline.compiler import DDPOptimizer
 from paceline.errors import BadArgumentError
+from tests.compiler._models import Attentive, Selective
 from tests.compiler._split import MATRIX, WIDTH, Matrices, Recorder, cut_and_compare, rows
-from tests.compiler.test_models import Attentive, Selective
 from tests.on_ranks import on_ranks
 
 
@@ -175,7 +175,7 @@ def _in_compilers(rank, size, backend):
 
 @pytest.mark.full
 def test_parts_in_aot_eager(ranks):
-    ranks(_in_compilers, "aot_eager", world_size=1, timeout=300)
+    ranks(_in_compilers, "aot_eager", world_size=1)
 
 
 @on_ranks(world_size=1)

@@ -15,10 +15,8 @@ import paceline
 from paceline import DDP, MixedPrecision
 from paceline.compiler.record import records_of
 from tests.compiler._compare import batch, compare, in_sync, plain_step, same_grads, stack
+from tests.compiler._models import BERT_WARNINGS, Broken, Checkpointed, Normed, Selective, Tied, compare_bert
 from tests.compiler._split import Recorder
-from tests.compiler.test_entries import Broken
-from tests.compiler.test_in_graph import Checkpointed, Normed, Tied
-from tests.compiler.test_models import WARNINGS, Selective, compare_bert
 from tests.on_ranks import on_ranks
 
 # A layer of `stack()` is 576 bytes, with its bias: one bucket each.
@@ -91,7 +89,7 @@ def test_ranks_agree_on_graphs_that_are_cut(rank, size):
     [("aot_eager", {}), ("aot_eager", {"static_graph": True}), ("inductor", {"static_graph": True})],
     ids=["aot_eager", "aot_eager-static_graph", "inductor-static_graph"],
 )
-@on_ranks(allow_warnings=WARNINGS, timeout=560)
+@on_ranks(allow_warnings=BERT_WARNINGS, timeout=560)
 def test_bert_in_parts(rank, size, backend, options):
     recorder = Recorder(backend)
     seen = compare_bert(rank, split(recorder), options)

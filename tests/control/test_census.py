@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,6 @@ from paceline.control.hang import Inquiries
 from paceline.control.processes import birth, process_state, this_host, this_process
 from paceline.control.progress import Progress
 from paceline.control.wire import MessageKind
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "600"]) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
 
 
 def _board() -> Board:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.control._common import BUSY_S
 from tests.control.fault_scripts import CAUSES, Heard, Script, judge, scripts
 
 SCRIPTS = 50
-# Not a promise, which is for a machine that is not busy: the soak holds it to that.
-BUSY_S = 30.0
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1600)
 def test_every_survivor_names_the_rank_and_the_cause() -> None:
+    # What is promised is for a machine that is not busy: the soak holds it to that.
     command = [sys.executable, "-m", "tests.control.fault_scripts", "--runs", str(SCRIPTS), "--within", str(BUSY_S)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=1500)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

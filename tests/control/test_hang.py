@@ -1,11 +1,12 @@
-"""The hang watch: who waits for whom, from ranks that answer and from files of those that do not; the doctor."""
+"""The hang watch: who waits for whom, from ranks that answer and from files of those that do not."""
 
 from __future__ import annotations
 
 import io
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import DDP, threads
-from paceline.control import Channel, hang
+from paceline.control import Channel, hang, stacks
 from paceline.control.hang import Inquiries
 from paceline.control.peer_wait import PeerWait
 from paceline.control.progress import read_file
 from paceline.control.user_code import OWN_COLLECTIVE
 from paceline.control.whereabouts import Whereabouts, explain
-from paceline.errors import BadArgumentError, BadTypeError, PeerError, RankLostError
-from paceline.run import cli
+from paceline.errors import PeerError, RankLostError
 from paceline.run.doctor import doctor
 from paceline.settings import HangWatch
 from paceline.testing import RankError, fail_at
+from tests.control._common import group_store
 from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
@@ -76,26 +77,6 @@ def test_a_rank_of_which_nothing_is_known_is_named() -> None:
     assert "All ranks wait in collective 5" in told.cause
 
 
-@pytest.mark.parametrize(
-    ("mode", "after_s", "error"),
-    [("maybe", 1, BadArgumentError), ("off", 0, BadArgumentError), ("off", "30", BadTypeError)],
-)
-def test_settings_are_checked(mode: str, after_s: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        HangWatch(mode, after_s)
-
-
-def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert HangWatch.from_arguments() == HangWatch("observe", 30.0)
-    monkeypatch.setenv("PACELINE_HANG_WATCH", "enforce")
-    monkeypatch.setenv("PACELINE_HANG_AFTER_S", "90")
-    assert HangWatch.from_arguments() == HangWatch("enforce", 90.0)
-    assert HangWatch.from_arguments("off", 5) == HangWatch("off", 5)
-    monkeypatch.setenv("PACELINE_HANG_AFTER_S", "soon")
-    with pytest.raises(BadArgumentError, match="PACELINE_HANG_AFTER_S"):
-        HangWatch.from_arguments()
-
-
 # -- ranks that hang -----------------------------------------------------------------------------------
 
 
@@ -108,21 +89,17 @@ class _Slow(Dataset[torch.Tensor]):
         return torch.ones(4)
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-
-
 def _until_told() -> None:
-    _store().wait(["told"], timedelta(seconds=120))
+    group_store().wait(["told"], timedelta(seconds=120))
 
 
 def _until_stuck() -> None:
-    _store().wait(["stuck"], timedelta(seconds=120))
+    group_store().wait(["stuck"], timedelta(seconds=120))
 
 
 def _get_stuck(how: str, ddp: DDP) -> None:
     # The others wait for this first, so that they do not look before there is something to see.
-    _store().set("stuck", "")
+    group_store().set("stuck", "")
     match how:
         case "loader":
             next(iter(DataLoader(_Slow())))
@@ -156,19 +133,30 @@ def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
         return {}
     _until_stuck()
     record = read_file(_directory(ddp.channel) / "wrapper1.rank1")
-    told, seen = "", io.StringIO()
-    try:
-        tell = _tell_and_go_on if mode == "observe" else _tell_of_hang
-        with mock.patch("sys.stderr", seen), mock.patch.object(PeerWait, "_tell_of_hang", tell):
-            ddp(torch.ones(1, 4)).sum().backward()
-    except RankLostError as error:
-        told = f"{error} ({error.rank})"
-    looked = io.StringIO()
-    doctor(_directory(ddp.channel), with_stacks=how == "loader", out=looked)
+    told, seen, looked = "", io.StringIO(), io.StringIO()
+    with _patience(is_answered=how in ("loader", "parted")):
+        try:
+            tell = _tell_and_go_on if mode == "observe" else _tell_of_hang
+            with mock.patch("sys.stderr", seen), mock.patch.object(PeerWait, "_tell_of_hang", tell):
+                ddp(torch.ones(1, 4)).sum().backward()
+        except RankLostError as error:
+            told = f"{error} ({error.rank})"
+        doctor(_directory(ddp.channel), with_stacks=how == "loader", out=looked)
     if how in ("stop", "hold_lock"):
         os.kill(record.pid, signal.SIGKILL)
-    _store().set("told", "")
+    group_store().set("told", "")
     return {"told": told or seen.getvalue(), "doctor": looked.getvalue(), "directory": str(_directory(ddp.channel))}
+
+
+@contextmanager
+def _patience(*, is_answered: bool = True) -> Iterator[None]:
+    """A slow machine is not taken for a rank that does not answer.
+
+    One that cannot is waited for in full, so there it has to be short.
+    """
+    answer_s = 20.0 if is_answered else hang.ANSWER_S
+    with mock.patch.object(hang, "ANSWER_S", answer_s), mock.patch.object(stacks, "_WAIT_S", 20.0):
+        yield
 
 
 def _directory(channel: Channel) -> Path:
@@ -181,7 +169,7 @@ _tell_of_hang = PeerWait._tell_of_hang
 def _tell_and_go_on(wait: PeerWait, waited_s: float) -> None:
     """Let rank 1 go on once the report is there: observing changes nothing."""
     _tell_of_hang(wait, waited_s)
-    _store().set("told", "")
+    group_store().set("told", "")
 
 
 def _told(ranks: Ranks, how: str, mode: str) -> dict[str, Any]:
@@ -239,11 +227,12 @@ def _own_collective(rank: int, size: int) -> str:
     def tell_and_go_on(*args: Any) -> None:
         with mock.patch("sys.stderr", seen):
             tell(*args)
-        _store().set("told", "")
+        group_store().set("told", "")
 
     if rank == 1:
         _until_told()
     with (
+        _patience(),
         mock.patch.object(hang, "_settings", HangWatch("observe", 1.0)),
         mock.patch.object(hang._watch, "_tell_of_raw_collective", tell_and_go_on if rank == 0 else lambda *args: None),
     ):
@@ -270,12 +259,11 @@ def _one_of_four(rank: int, size: int) -> str:
         return ""
     _until_stuck()
     try:
-        # Patient, so that a slow machine is not taken for a rank that does not answer.
-        with mock.patch.object(hang, "ANSWER_S", 20.0):
+        with _patience():
             ddp(torch.ones(1, 4)).sum().backward()
     except RankLostError as error:
-        if _store().add("done", 1) == size - 1:
-            _store().set("told", "")
+        if group_store().add("done", 1) == size - 1:
+            group_store().set("told", "")
         # The others may be about to ask this one: it is there until they have been told.
         _until_told()
         return f"{error} ({error.rank})"
@@ -347,38 +335,3 @@ def test_off_means_no_files(rank: int, size: int) -> None:
         ddp = DDP(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
     assert ddp.channel.progress.path is None
-
-
-def _two_groups(rank: int, size: int, base: str) -> tuple[str, str]:
-    seen = io.StringIO()
-    with mock.patch.dict(os.environ, PACELINE_JOB_DIR=base):
-        ddp = DDP(nn.Linear(2, 2))
-        other = Channel(dist.new_group())
-        ddp(torch.ones(1, 2)).sum().backward()
-        dist.barrier()
-        if rank == 0:
-            doctor(out=seen)
-        dist.barrier()
-    return seen.getvalue(), other.job[:8]
-
-
-def test_the_doctor_shows_the_channels_of_all_groups_of_the_newest_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    told, other = ranks(_two_groups, str(tmp_path))[0]
-    assert "\nwrapper 1: 2 ranks, of which 2 have files here" in told
-    assert f"\nwrapper 1 of group {other}: 2 ranks, of which 2 have files here" in told
-    assert "all-reduce of bucket 0" in told
-
-
-# -- the command ---------------------------------------------------------------------------------------
-
-
-def test_the_doctor_without_patients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PACELINE_JOB_DIR", str(tmp_path))
-    assert cli.main(["doctor"]) == 0
-    assert "No job runs" in capsys.readouterr().out
-    (tmp_path / ("a" * 32)).mkdir(mode=0o700)
-    (tmp_path / ("a" * 32) / "wrapper1.rank0").write_bytes(b"garbage")
-    assert cli.main(["doctor"]) == 1
-    assert "holds no files" in capsys.readouterr().out

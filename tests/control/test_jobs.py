@@ -21,16 +21,6 @@ from paceline.control.whereabouts import of_record
 from paceline.run.doctor import doctor
 
 
-@contextmanager
-def _process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that any signal of ours would end."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def _write_record(
     directory: Path, *, rank: int = 0, pid: int, born: int, stack_signal: int = stacks.SIGNAL, host: str = ""
 ) -> Path:
@@ -94,7 +84,7 @@ def test_a_full_temporary_directory_does_not_end_the_process(tmp_path: Path) -> 
         pytest.skip("may not mount a file system of its own")
     run = [sys.executable, "-c", _IN_A_FULL_DIRECTORY.format(full=full)]
     found = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *run], capture_output=True, text=True, timeout=300
+        ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *run], capture_output=True, text=True, timeout=120
     )
     assert (found.returncode, found.stdout) == (0, "path None\n"), found.stderr
 
@@ -102,24 +92,23 @@ def test_a_full_temporary_directory_does_not_end_the_process(tmp_path: Path) -> 
 # -- signals -------------------------------------------------------------------------------------------
 
 
-def test_only_our_signal_is_sent_and_only_to_our_own_process(tmp_path: Path) -> None:
-    with _process() as process:
-        born = processes.birth(process.pid)
-        (tmp_path / f"stacks.{process.pid}").touch()
-        for number in (signal.SIGTERM, signal.SIGKILL, stacks.SIGNAL + 1):
-            path = _write_record(tmp_path, pid=process.pid, born=born, stack_signal=number)
-            assert of_record(read_file(path), tmp_path).line == ""
-        record = read_file(_write_record(tmp_path, pid=process.pid, born=born))
-        # Another owner of the file; another process that has the number now; one that has not said when it began.
-        for wrong in (replace(record, owner=os.getuid() + 1), replace(record, born=born + 1), replace(record, born=0)):
-            assert stacks.ask(tmp_path, wrong) == ""
-        # A doctor that only looks.
-        assert doctor(tmp_path, out=io.StringIO()) == 0
-        assert of_record(record, tmp_path, ask=False).line == ""
-        assert process.poll() is None
-        # With its own file this would reach it: what kept it alive are the checks.
-        doctor(tmp_path, with_stacks=True, out=io.StringIO())
-        assert process.wait(60) == -stacks.SIGNAL
+def test_only_our_signal_is_sent_and_only_to_our_own_process(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    born = processes.birth(process.pid)
+    (tmp_path / f"stacks.{process.pid}").touch()
+    for number in (signal.SIGTERM, signal.SIGKILL, stacks.SIGNAL + 1):
+        path = _write_record(tmp_path, pid=process.pid, born=born, stack_signal=number)
+        assert of_record(read_file(path), tmp_path).line == ""
+    record = read_file(_write_record(tmp_path, pid=process.pid, born=born))
+    # Another owner of the file; another process that has the number now; one that has not said when it began.
+    for wrong in (replace(record, owner=os.getuid() + 1), replace(record, born=born + 1), replace(record, born=0)):
+        assert stacks.ask(tmp_path, wrong) == ""
+    # A doctor that only looks.
+    assert doctor(tmp_path, out=io.StringIO()) == 0
+    assert of_record(record, tmp_path, ask=False).line == ""
+    assert process.poll() is None
+    # With its own file this would reach it: what kept it alive are the checks.
+    doctor(tmp_path, with_stacks=True, out=io.StringIO())
+    assert process.wait(60) == -stacks.SIGNAL
 
 
 # -- removal -------------------------------------------------------------------------------------------

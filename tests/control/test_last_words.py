@@ -17,11 +17,10 @@ from torch import nn
 from paceline import DDP
 from paceline.control import last_words, own_files
 from paceline.errors import PeerFailedError, RankLostError
+from tests.control._common import BUSY_S
 from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
-# The group's time-out is 600; the machine may be busy.
-HEARD_WITHIN_S = 30.0
 
 
 class LossError(RuntimeError):
@@ -59,7 +58,8 @@ def _train(rank: int, world_size: int, where: str) -> str:
     start = time.monotonic()
     with pytest.raises(PeerFailedError) as caught:
         out.sum().backward()
-    assert time.monotonic() - start < HEARD_WITHIN_S
+    # Far from the group's time-out.
+    assert time.monotonic() - start < BUSY_S
     assert caught.value.rank == 1
     return str(caught.value)
 
@@ -77,7 +77,7 @@ def _raise(grad: torch.Tensor) -> None:
     ],
 )
 def test_the_others_hear_of_an_exception_that_ends_a_program(ranks: Ranks, where: str, told: str) -> None:
-    message, _ = ranks(_train, where, group_timeout_s=600)
+    message, _ = ranks(_train, where, group_timeout_s=600, timeout=120)
     assert told in message
     assert "rank 1" in message
 

@@ -23,12 +23,13 @@ from paceline import DDP
 from paceline.control import Channel, store_thread
 from paceline.errors import RankLostError, StoreSilentError
 from paceline.testing import RankError
+from tests.control._common import BUSY_S
 
 Ranks = Callable[..., list[Any]]
+# More than the time-outs inside, which say more about what is stuck.
+pytestmark = pytest.mark.timeout(400)
 
 GROUP_TIMEOUT_S = 4.0
-# A machine that runs other things as well takes its time.
-BUSY_S = 60.0
 ROWS: list[list[Any]] = [["a", [2, 3]]]
 
 
@@ -99,8 +100,6 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     if rank == 0:
         beside.set("signed", "")
     beside.wait(["signed"], timedelta(seconds=120))
-    # Not before: on a busy machine the start may take longer than that.
-    line.timeout_s = GROUP_TIMEOUT_S
     for _ in range(2):
         if ddp is not None:
             _step(ddp)
@@ -109,6 +108,9 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     if rank == 0:
         _wait_for_end(directory, size)
         return {}
+    # Not before: on a busy machine the start may take longer than that. And not on rank 0, which may be stopped at the
+    # very end of its second step: then more than this has passed when it goes on.
+    line.timeout_s = GROUP_TIMEOUT_S
     _strike(beside, rank, size, host, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:

@@ -6,18 +6,18 @@ import sys
 import time
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from paceline import DDP
 from paceline.errors import PeerError
-from tests.transport._hosts import Hosts, why_no_hosts
-from tests.transport.requirements import needs_shm
+from tests.control._common import BUSY_S
+from tests.transport._hosts import Hosts
+from tests.transport.requirements import needs_hosts
 
 # 2 seconds are promised; the machine may be busy.
-HEARD_WITHIN_S = 2.0 + 28.0
+HEARD_WITHIN_S = 2.0 + BUSY_S
 BACKENDS = ("gloo", "cpu:shm")
 _wrapped: dict[str, DDP] = {}
 
@@ -49,10 +49,7 @@ def _hear(rank: int, size: int, name: str) -> list[Any]:
 
 
 def test_ranks_of_other_hosts_hear_of_one_that_raises_and_of_one_that_is_killed() -> None:
-    needs_shm()
-    reason = why_no_hosts()
-    if reason is not None:
-        pytest.skip(f"no hosts to test with: {reason}")
+    needs_hosts()
     with Hosts(2, ranks_per_host=2) as hosts:
         for backend in BACKENDS:
             hosts.run(__name__, "_wrap", f"raises {backend}", backend)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, assert_in_sync, batch, compare_with_reference, no_sync, ours_only
-
-
-def _mlp():
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+from tests.reference import DDP, assert_in_sync, batch, compare_with_reference, mlp, no_sync, ours_only
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["plain", "view"])
@@ -35,14 +30,14 @@ def test_delayed_all_reduce(rank, world_size, which, options):
     def step(model, r, i):
         model(batch(r, i)).square().mean().backward()
 
-    compare_with_reference(rank, world_size, _mlp, step, wrap=wrap, steps=4)
+    compare_with_reference(rank, world_size, mlp, step, wrap=wrap, steps=4)
 
 
 @ours_only
 @on_ranks()
 def test_delayed_parameters_are_broadcast_at_the_start(rank, world_size):
     torch.manual_seed(rank)
-    model = _mlp()
+    model = mlp()
     named = list(model.named_parameters())
     DDP(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model[0].weight)
     assert_in_sync(model)
@@ -60,4 +55,4 @@ def test_delayed_all_reduce_with_accumulation(rank, world_size):
             model(batch(r, 10 + i)).square().mean().backward()
         model(batch(r, i)).square().mean().backward()
 
-    compare_with_reference(rank, world_size, _mlp, step, wrap=wrap)
+    compare_with_reference(rank, world_size, mlp, step, wrap=wrap)

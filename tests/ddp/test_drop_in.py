@@ -16,16 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, assert_in_sync, batch, compare_with_reference, ours_only
-
-
-def _mlp():
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-def _square(model, rank, i=0):
-    model(batch(rank, i)).square().mean().backward()
-
+from tests.reference import DDP, assert_in_sync, batch, compare_with_reference, mlp, ours_only, square
 
 # -- the constructor -----------------------------------------------------------------------------------------
 
@@ -74,7 +65,7 @@ def test_method_signature_is_torch_s(name):
 @on_ranks()
 def test_deprecated_arguments_warn_and_work(rank, world_size, option):
     with pytest.warns(FutureWarning, match=option):
-        ddp = DDP(_mlp(), **{option: True})
+        ddp = DDP(mlp(), **{option: True})
     ddp(batch(rank).float()).sum().backward()
     assert_in_sync(ddp.module)
 
@@ -107,7 +98,7 @@ def test_state_dict_prefix_and_loading(rank, world_size):
 
 @on_ranks(world_size=1)
 def test_names_of_parameters_and_modules(rank, world_size):
-    ddp = DDP(_mlp())
+    ddp = DDP(mlp())
     assert next(name for name, _ in ddp.named_parameters()) == "module.0.weight"
     assert [name for name, _ in ddp.named_modules()][:2] == ["", "module"]
     assert list(ddp.children()) == [ddp.module]
@@ -117,7 +108,7 @@ def test_names_of_parameters_and_modules(rank, world_size):
 @on_ranks()
 def test_pickling(rank, world_size):
     torch.manual_seed(rank)
-    ddp = DDP(_mlp(), gradient_as_bucket_view=True, bucket_cap_mb=0.001)
+    ddp = DDP(mlp(), gradient_as_bucket_view=True, bucket_cap_mb=0.001)
     ddp(batch(rank).float()).sum().backward()
     file = io.BytesIO()
     torch.save(ddp, file)
@@ -139,7 +130,7 @@ def test_pickling(rank, world_size):
 @on_ranks()
 def test_deepcopy(rank, world_size):
     torch.manual_seed(rank)
-    ddp = DDP(_mlp())
+    ddp = DDP(mlp())
     ddp(batch(rank).float()).square().sum().backward()
     twin = copy.deepcopy(ddp)
     for i in range(2):
@@ -183,7 +174,7 @@ def test_to_kwargs(rank, world_size):
 @ours_only
 @on_ranks(world_size=1)
 def test_the_names_of_torch_s_class_lead_to_parts_that_there_are(rank, world_size):
-    ddp = DDP(_mlp())
+    ddp = DDP(mlp())
     found = 0
     for owner in (ddp, ddp.reducer):
         for names in map(vars, type(owner).__mro__):
@@ -373,7 +364,7 @@ def test_device_mesh(rank, world_size):
         assert ddp.process_group is mesh.get_group()
         return ddp
 
-    compare_with_reference(rank, world_size, _mlp, _square, wrap=wrap)
+    compare_with_reference(rank, world_size, mlp, square, wrap=wrap)
 
 
 @on_ranks(world_size=4)
@@ -404,7 +395,7 @@ def test_optimizers_and_clipping(rank, world_size, kind):
     results = []
     for wrapper in (StockDDP, DDP):
         torch.manual_seed(0)
-        ddp = wrapper(_mlp())
+        ddp = wrapper(mlp())
         optimizer = make(ddp.parameters())
         for i in range(5):
             optimizer.zero_grad()
@@ -419,7 +410,7 @@ def test_optimizers_and_clipping(rank, world_size, kind):
 @on_ranks()
 def test_autocast(rank, world_size):
     torch.manual_seed(0)
-    model = _mlp()
+    model = mlp()
     ddp = DDP(model)
     for i in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -434,7 +425,7 @@ def test_autocast(rank, world_size):
 def test_torch_func(rank, world_size):
     """torch.func and vmap over the inner module do not trip over the wrapper's hooks."""
     torch.manual_seed(0)
-    model = _mlp()
+    model = mlp()
     ddp = DDP(model)
     params = {name: p.detach() for name, p in model.named_parameters()}
     x = batch(rank).float()
@@ -451,7 +442,7 @@ def test_a_dropped_wrapper_is_collected_and_its_module_is_plain_again(rank, worl
     import gc
     import weakref
 
-    model = _mlp()
+    model = mlp()
     ddp = DDP(model)
     ddp(batch(rank).float()).sum().backward()
     wrapper = weakref.ref(ddp)

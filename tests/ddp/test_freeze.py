@@ -12,21 +12,23 @@ from torch import nn
 from paceline.errors import ParameterMismatchError, PeerError
 from tests.ddp.exact import Sum, assert_grad, step
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, assert_grads, assert_in_sync, batch, compare_with_reference, mean_over_ranks, ours_only
+from tests.reference import (
+    DDP,
+    assert_grads,
+    assert_in_sync,
+    batch,
+    compare_with_reference,
+    mean_over_ranks,
+    mlp,
+    ours_only,
+    square,
+)
 
 pytestmark = ours_only
 
 
-def _mlp():
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
 def _inner(model):
     return model.module if isinstance(model, DDP) else model
-
-
-def _square(model, rank, i):
-    model(batch(rank, i)).square().sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -44,25 +46,25 @@ def test_freezing_and_unfreezing(rank, world_size, options):
         for name, p in _inner(model).named_parameters():
             if name.startswith(prefix):
                 p.requires_grad_(trainable)
-        _square(model, r, i)
+        square(model, r, i)
 
-    compare_with_reference(rank, world_size, _mlp, step, steps=7, **options)
+    compare_with_reference(rank, world_size, mlp, step, steps=7, **options)
 
 
 @on_ranks()
 def test_frozen_parameters_are_broadcast_at_the_start_too(rank, world_size):
     torch.manual_seed(rank)
-    model = _mlp()
+    model = mlp()
     model[0].weight.requires_grad_(False)
     DDP(model)
     assert_in_sync(model)
 
 
 CHANGES = {
-    "0.weight": lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn(5, 4))),
-    "0.weight in place": lambda model: setattr(model[0].weight, "data", torch.randn(5, 4)),
+    "0.weight": lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn(6, 4))),
+    "0.weight in place": lambda model: setattr(model[0].weight, "data", torch.randn(6, 4)),
     "0.bias": lambda model: setattr(model[0], "bias", None),
-    "2": lambda model: model.__setitem__(2, nn.Linear(5, 3)),
+    "2": lambda model: model.__setitem__(2, nn.Linear(6, 3)),
     "extra": lambda model: model.add_module("extra", nn.Linear(2, 2)),
     "extra, frozen": lambda model: model.add_module("extra", nn.Linear(2, 2).requires_grad_(False)),
 }
@@ -72,15 +74,15 @@ CHANGES = {
 @on_ranks()
 def test_parameters_changed_after_wrapping_are_reduced(rank, world_size, change):
     torch.set_default_dtype(torch.float64)
-    model = _mlp()
+    model = mlp()
     ddp = DDP(model)
-    _square(ddp, rank, 0)
+    square(ddp, rank, 0)
     ddp.zero_grad()
     CHANGES[change](model)
     reference = copy.deepcopy(model)
     for i in (1, 2):
-        _square(ddp, rank, i)
-        assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), world_size), f"step {i}")
+        square(ddp, rank, i)
+        assert_grads(ddp, mean_over_ranks(reference, lambda m, r, i=i: square(m, r, i), world_size), f"step {i}")
         assert_in_sync(model)
         ddp.zero_grad()
 
@@ -89,7 +91,7 @@ def test_parameters_changed_after_wrapping_are_reduced(rank, world_size, change)
 @on_ranks()
 def test_a_change_on_one_rank_only_is_an_error_on_every_rank(rank, world_size, name):
     """Rank 1 alone adds a layer, or unfreezes a parameter."""
-    model = _mlp()
+    model = mlp()
     model[0].weight.requires_grad_(False)
     ddp = DDP(model)
     ddp(batch(rank).float()).sum().backward()
@@ -103,9 +105,9 @@ def test_a_change_on_one_rank_only_is_an_error_on_every_rank(rank, world_size, n
 @on_ranks()
 def test_the_inner_module_alone_synchronises(rank, world_size, mixed):
     def step(model, r, i):
-        _square(model if mixed and i % 2 else _inner(model), r, i)
+        square(model if mixed and i % 2 else _inner(model), r, i)
 
-    compare_with_reference(rank, world_size, _mlp, step, steps=4)
+    compare_with_reference(rank, world_size, mlp, step, steps=4)
 
 
 @on_ranks()
@@ -115,24 +117,24 @@ def test_a_part_of_the_inner_module_synchronises(rank, world_size):
     def step(model, r, i):
         _inner(model)[0](batch(r, i)).square().sum().backward()
 
-    compare_with_reference(rank, world_size, _mlp, step)
+    compare_with_reference(rank, world_size, mlp, step)
 
 
 @on_ranks()
 def test_dtype_changed_after_wrapping(rank, world_size):
     """``ddp.double()`` after wrapping changes every parameter in place."""
     torch.manual_seed(0)
-    model = _mlp()
+    model = mlp()
     ddp = DDP(model)
     ddp(batch(rank).float()).sum().backward()
     ddp.zero_grad()
     ddp.double()
     torch.manual_seed(0)
-    reference = _mlp().double()
+    reference = mlp().double()
     for i in range(2):
-        _square(ddp, rank, i)
+        square(ddp, rank, i)
         assert all(p.grad.dtype == torch.float64 for p in model.parameters())
-        expected = mean_over_ranks(reference, lambda m, r, i=i: _square(m, r, i), world_size)
+        expected = mean_over_ranks(reference, lambda m, r, i=i: square(m, r, i), world_size)
         assert_grads(ddp, expected)
         ddp.zero_grad()
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import paceline
 from paceline.errors import StateError
 from paceline.testing import RankPool
-from tests.reference import batch
+from tests.reference import batch, full
 from tests.transport.requirements import needs_shm
 
 STEPS, LR = 3, 0.1
@@ -44,12 +44,8 @@ class Net(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        table = _full(self.table)
+        table = full(self.table)
         return self.head(self.down(torch.relu(self.up(x))) @ table.T @ table)
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _in_parts(whole: Net, mesh: DeviceMesh) -> Net:
@@ -145,7 +141,7 @@ def _assert_equal(parts: Net, whole: Net, case: str, tolerance: dict[str, float]
     for (name, param), other in zip(parts.named_parameters(), whole.named_parameters(), strict=True):
         told = f"{case}, {name}: "
         torch.testing.assert_close(
-            _full(param.detach()), other[1].detach(), **tolerance, msg=lambda m, told=told: told + m
+            full(param.detach()), other[1].detach(), **tolerance, msg=lambda m, told=told: told + m
         )
         assert isinstance(param, DTensor) == name.startswith(("up", "down", "table")), told
         assert param.grad is None or isinstance(param.grad, DTensor) == isinstance(param, DTensor), told
@@ -194,7 +190,7 @@ def _flattened(rank, world_size):
         for n in ranks:
             (model(batch(n)).pow(2).mean() / len(ranks)).backward()
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.timeout(600)

@@ -22,21 +22,15 @@ from tests.reference import (
     batch,
     compare_with_reference,
     mean_over_ranks,
+    mlp,
     ours_only,
+    square,
 )
-
-
-def _mlp():
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-def _square(model, rank, i=0):
-    model(batch(rank, i)).square().mean().backward()
 
 
 def _seeded():
     torch.manual_seed(0)
-    return _mlp()
+    return mlp()
 
 
 def _steps(ddp, ranks, rank, steps=3):
@@ -44,8 +38,8 @@ def _steps(ddp, ranks, rank, steps=3):
     reference = _seeded()
     for i in range(steps):
         ddp.zero_grad()
-        _square(ddp, rank, i)
-        expected = mean_over_ranks(reference, lambda m, n, i=i: _square(m, ranks[n], i), len(ranks))
+        square(ddp, rank, i)
+        expected = mean_over_ranks(reference, lambda m, n, i=i: square(m, ranks[n], i), len(ranks))
         assert_grads(ddp, expected, f"step {i} of {ranks}")
     ddp.zero_grad()
 
@@ -82,13 +76,13 @@ def test_update_to_a_group_of_one(rank, world_size):
 @on_ranks()
 def test_no_new_group_for_a_hook_of_all_ranks(rank, world_size):
     """Its state says all ranks of the job, which the new group is not: refused, and nothing has changed."""
-    ddp = DDP(_mlp().double())
+    ddp = DDP(mlp().double())
     ddp.register_comm_hook(hooks.PowerSGDState(), hooks.powersgd)
     before = ddp.process_group
     with pytest.raises(StateError, match="all 2 ranks of the job, but the wrapper averages over a group of 1"):
         ddp._update_process_group([dist.new_group([r]) for r in range(world_size)][rank])
     assert ddp.process_group is before
-    _square(ddp, rank)
+    square(ddp, rank)
     assert_in_sync(ddp)
 
 
@@ -140,11 +134,11 @@ def test_a_new_group_before_the_first_exchange_without_init_sync(rank, world_siz
 def test_remove_autograd_hooks(rank, world_size):
     torch.set_default_dtype(torch.float64)
     ddp, local = DDP(_seeded()), _seeded()
-    _square(ddp, rank)
+    square(ddp, rank)
     ddp.zero_grad()
     ddp._remove_autograd_hooks()
-    _square(ddp.module, rank)
-    _square(local, rank)
+    square(ddp.module, rank)
+    square(local, rank)
     assert_grads(ddp, {name: p.grad for name, p in local.named_parameters()})
 
 
@@ -187,7 +181,7 @@ class _Spare(nn.Module):
 @ours_only
 @pytest.mark.parametrize(
     ("make", "option"),
-    [(_mlp, "gradient_as_bucket_view"), (_mlp, "find_unused_parameters"), (_Spare, "find_unused_parameters")],
+    [(mlp, "gradient_as_bucket_view"), (mlp, "find_unused_parameters"), (_Spare, "find_unused_parameters")],
 )
 @on_ranks(allow_warnings=(("find_unused_parameters=True was specified", UserWarning),))
 def test_logging_data_is_torch_s(rank, world_size, make, option):
@@ -210,7 +204,7 @@ def test_logging_data_is_torch_s(rank, world_size, make, option):
 @on_ranks()
 def test_sample_rate(rank, world_size):
     ddp = DDP(_seeded())
-    with pytest.raises(ValueError, match="1"):
+    with pytest.raises(ValueError, match=r"sample rate (must be at least|should be equal or greater than) 1"):
         ddp._set_ddp_runtime_logging_sample_rate(0)
     ddp._set_ddp_runtime_logging_sample_rate(5)
 
@@ -231,7 +225,7 @@ def test_what_is_set_after_wrapping(rank, world_size, method, args):
         assert ddp.static_graph == is_static
         return ddp
 
-    compare_with_reference(rank, world_size, _Spare, _square, wrap=wrap)
+    compare_with_reference(rank, world_size, _Spare, square, wrap=wrap)
 
 
 class _Asks(nn.Module):
@@ -256,7 +250,7 @@ def test_inside_ddp_forward(rank, world_size):
         assert DDP._get_active_ddp_module() is ddp
     assert DDP._get_active_ddp_module() is None
     # With torch's class, whether it is set during forward depends on how the compiler is configured.
-    assert all(active in (None, ddp) for active in model.active)
+    assert model.active == [ddp] or (STOCK and model.active == [None])
 
 
 ATTRIBUTES = [
@@ -268,8 +262,8 @@ ATTRIBUTES = [
 
 @on_ranks()
 def test_attributes(rank, world_size):
-    model = _mlp()
-    ddp, stock = DDP(model), StockDDP(_mlp())
+    model = mlp()
+    ddp, stock = DDP(model), StockDDP(mlp())
     assert ddp.module is model
     assert DDP(nn.BatchNorm1d(4)).will_sync_module_buffers() is True
     assert ddp.will_sync_module_buffers() is False
@@ -316,14 +310,14 @@ def test_a_new_group_after_a_backward_that_failed(rank, world_size, steps_before
     broken, healthy = dist.new_group([0, 1]), dist.new_group([0, 1])
     ddp = DDP(_seeded(), process_group=broken)
     for i in range(steps_before):
-        _square(ddp, rank, i)
+        square(ddp, rank, i)
         ddp.zero_grad()
     if rank == 1:
         with pytest.raises((TypeError, AttributeError)):
             ddp("no tensor")
     else:
         with pytest.raises(PeerFailedError, match="rank 1 raised in forward"):
-            _square(ddp, rank)
+            square(ddp, rank)
     with mock.patch.object(layout, "empty_flat", _poisoned):
         ddp._update_process_group(healthy)
         _steps(ddp, [0, 1], rank)

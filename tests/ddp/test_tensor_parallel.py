@@ -24,7 +24,7 @@ import paceline
 from paceline.errors import ParameterMismatchError, ReplicaMismatchError, StateError
 from paceline.gradients.layout import TINY_NUMEL
 from tests.on_ranks import on_ranks
-from tests.reference import batch
+from tests.reference import batch, full
 
 RTOL, ATOL = 1e-9, 1e-11
 
@@ -86,16 +86,12 @@ def _input(rank: int, step: int) -> torch.Tensor:
     return batch(rank, step, 3, 2, 4).requires_grad_()
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _assert_equal(ours: nn.Module, whole: nn.Module, what: object) -> None:
     expected = dict(whole.named_parameters())
     assert list(expected) == [name for name, _ in ours.named_parameters()]
     for name, param in ours.named_parameters():
         torch.testing.assert_close(
-            _full(param.detach()),
+            full(param.detach()),
             expected[name].detach(),
             rtol=RTOL,
             atol=ATOL,
@@ -120,7 +116,7 @@ def _train(ddp, whole, dp, what, *, steps=3, accumulate=1, set_to_none=True, cli
         if clip:
             # torch clips DTensors and plain tensors together neither here nor without a wrapper.
             norms = [nn.utils.clip_grad_norm_([model.up.weight, model.norm.bias], 0.1) for model in (ddp.module, whole)]
-            torch.testing.assert_close(_full(norms[0]), norms[1], rtol=RTOL, atol=ATOL)
+            torch.testing.assert_close(full(norms[0]), norms[1], rtol=RTOL, atol=ATOL)
         ours.step()
         reference.step()
     _assert_equal(ddp.module, whole, what)
@@ -223,7 +219,7 @@ def _graph_in_no_sync(rank, world_size):
         (whole(_input(n, 0), 0, 1).pow(2).mean() / 2).backward()
         (whole(_input(n, 1), 0).pow(2).mean() / 2).backward()
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
     # Gradients are differentiated again, on one replica by itself.
     for model in (parts, whole):
         model.zero_grad()
@@ -231,9 +227,9 @@ def _graph_in_no_sync(rank, world_size):
             (ddp if model is parts else whole)(_input(mine, 2), 1).pow(2).mean().backward(create_graph=True)
             grads = [layer["norm"].weight.grad for layer in model.ways[1]]
             model.zero_grad()
-            sum(_full(grad).pow(2).sum() for grad in grads).backward()
+            sum(full(grad).pow(2).sum() for grad in grads).backward()
     for ours, theirs in zip(parts.ways[1].parameters(), whole.ways[1].parameters(), strict=True):
-        torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=1e-6, atol=ATOL)
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-6, atol=ATOL)
     return len(ddp.plan.buckets)
 
 
@@ -307,7 +303,7 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
     for n, weight in enumerate(weights):
         (whole(_input(n, 0)).pow(2).mean() * weight / 4).backward()
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
 
     # A layer is frozen and unfrozen, and somebody keeps a gradient.
     parts, whole = _models(tp)
@@ -322,18 +318,17 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
         for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
             if ours.grad is not None:
-                torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
+                torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
         if step == 0:
             kept = parts.down.weight.grad
-            value = _full(kept).clone()
-    torch.testing.assert_close(_full(kept), value, rtol=0, atol=0)
+            value = full(kept).clone()
+    torch.testing.assert_close(full(kept), value, rtol=0, atol=0)
 
 
-@pytest.mark.full
 @on_ranks(world_size=4, allow_warnings=(("Using backward", UserWarning),))
-def test_graphs_low_precision_uneven_inputs_and_buffers(rank, world_size):
+def test_gradients_are_differentiated_again(rank, world_size):
+    """A penalty is of averaged gradients."""
     dp, tp = _meshes()
-    # Gradients are differentiated again: the penalty is of averaged ones.
     parts, whole = _models(tp)
     ddp = paceline.DDP(parts, device_mesh=dp)
     ddp(_input(dp.get_local_rank(), 0)).pow(2).mean().backward(create_graph=True)
@@ -343,17 +338,21 @@ def test_graphs_low_precision_uneven_inputs_and_buffers(rank, world_size):
         # Autograd leaves the norm's to be summed over the mesh.
         grads = [model.up.weight.grad, model.table.grad, model.norm.weight.grad]
         model.zero_grad()
-        once.append(sum(_full(grad).pow(2).sum() for grad in grads))
+        once.append(sum(full(grad).pow(2).sum() for grad in grads))
     torch.testing.assert_close(*once, rtol=RTOL, atol=ATOL)
     with ddp.no_sync():
         once[0].backward()
     once[1].backward()
     for name in ("up", "norm"):
-        mine = _full(parts.get_submodule(name).weight.grad)
+        mine = full(parts.get_submodule(name).weight.grad)
         dist.all_reduce(mine, group=dp.get_group())
         torch.testing.assert_close(mine / dp.size(), whole.get_submodule(name).weight.grad, rtol=1e-6, atol=ATOL)
 
-    # Low precision: casts of DTensors are DTensors, and their gradients are whole again.
+
+@on_ranks(world_size=4)
+def test_low_precision(rank, world_size):
+    """Casts of DTensors are DTensors, and their gradients are whole again."""
+    dp, tp = _meshes()
     parts, whole = _models(tp)
     config = paceline.MixedPrecision(param_dtype=torch.float32)
     ddp = paceline.DDP(parts, device_mesh=dp, mixed_precision=config)
@@ -362,9 +361,13 @@ def test_graphs_low_precision_uneven_inputs_and_buffers(rank, world_size):
         (whole(_input(n, 0)).pow(2).mean() / 2).backward()
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         assert ours.grad.dtype is torch.float64
-        torch.testing.assert_close(_full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
 
-    # Uneven inputs: the parts of one replica run out together.
+
+@on_ranks(world_size=4)
+def test_uneven_inputs(rank, world_size):
+    """The parts of one replica run out together."""
+    dp, tp = _meshes()
     parts, whole = _models(tp)
     ddp = paceline.DDP(parts, device_mesh=dp)
     mine = dp.get_local_rank()
@@ -374,11 +377,15 @@ def test_graphs_low_precision_uneven_inputs_and_buffers(rank, world_size):
             ddp(_input(mine, step)).pow(2).mean().backward()
     if mine == 1:
         whole(_input(1, 2)).pow(2).mean().backward()
-        torch.testing.assert_close(_full(parts.up.weight.grad) * 2, whole.up.weight.grad, rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(full(parts.up.weight.grad) * 2, whole.up.weight.grad, rtol=RTOL, atol=ATOL)
     else:
-        _full(parts.up.weight.detach())
+        full(parts.up.weight.detach())
 
-    # A buffer in parts: overwritten, and replaced where an earlier forward may need it.
+
+@on_ranks(world_size=4)
+def test_a_buffer_in_parts(rank, world_size):
+    """It is overwritten, and replaced where an earlier forward may need it."""
+    dp, tp = _meshes()
     parts, _ = _models(tp)
     parts.scale = nn.Buffer(distribute_tensor(torch.ones(4), tp, [Shard(0)]))
     ddp = paceline.DDP(parts, device_mesh=dp)
@@ -388,7 +395,7 @@ def test_graphs_low_precision_uneven_inputs_and_buffers(rank, world_size):
             parts.scale.fill_(10 * step + dp.get_local_rank())
         losses.append(ddp(_input(dp.get_local_rank(), step)).sum())
         assert isinstance(parts.scale, DTensor)
-        assert _full(parts.scale).tolist() == [10.0 * step] * 4
+        assert full(parts.scale).tolist() == [10.0 * step] * 4
     sum(losses).backward()
 
 

@@ -12,42 +12,10 @@ from torch import nn
 
 import paceline
 from paceline import DDP
-from paceline.control.digest import combine, digest
 from paceline.errors import BadArgumentError, BadTypeError, ReplicaMismatchError
 from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
-CPU = torch.device("cpu")
-
-
-# -- digests -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
-@pytest.mark.parametrize("numel", [0, 1, 7, 1024, 4099, 20_000])
-def test_a_digest_is_of_all_bytes_and_where_they_stand(dtype: torch.dtype, numel: int) -> None:
-    torch.manual_seed(0)
-    whole = (torch.randn(numel + 1) * 100).to(dtype)
-    # At an odd offset of its storage, and as a tensor of its own.
-    tensor = whole[1:]
-    assert digest(tensor) == digest(tensor.clone())
-    for at in {0, numel // 2, numel - 1} if numel else ():
-        changed = tensor.clone()
-        changed[at] = 1 if changed[at] == 0 else 0
-        assert digest(changed) != digest(tensor), at
-    if numel > 2 and dtype.is_floating_point:
-        assert digest(tensor.flip(0)) != digest(tensor)
-    assert digest(torch.zeros(numel, dtype=dtype)) != digest(torch.zeros(numel + 1, dtype=dtype))
-
-
-def test_rows_and_columns_that_changed_places_are_noticed() -> None:
-    torch.manual_seed(0)
-    tensor = torch.randn(8, 4096)
-    for moved in (tensor[torch.randperm(8)], tensor[:, torch.randperm(4096)], tensor.t()):
-        assert digest(moved) != digest(tensor)
-    assert digest(tensor.t().contiguous().t()) == digest(tensor)
-    pair = [digest(tensor[0]), digest(tensor[1])]
-    assert combine(pair, device=CPU) != combine(pair[::-1], device=CPU)
 
 
 # -- every N steps -------------------------------------------------------------------------------------
@@ -153,7 +121,7 @@ def test_asking_once(ranks: Ranks) -> None:
 
 
 @on_ranks()
-def test_a_rank_without_inputs_has_no_say(rank: int, size: int) -> int:
+def test_a_rank_without_inputs_has_no_say(rank: int, size: int) -> None:
     torch.manual_seed(0)
     ddp = DDP(nn.Linear(4, 2), verify_every=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -163,7 +131,7 @@ def test_a_rank_without_inputs_has_no_say(rank: int, size: int) -> int:
             optimizer.step()
             optimizer.zero_grad()
     paceline.assert_replicas_equal(ddp)
-    return ddp.stats()["steps"]
+    assert ddp.stats()["steps"] == 4
 
 
 def test_what_is_no_number_of_steps_is_refused() -> None:

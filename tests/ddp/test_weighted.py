@@ -16,16 +16,12 @@ from paceline import MixedPrecision, SyncBatchNorm
 from paceline.errors import BadArgumentError, BadTypeError, DisagreementError, StateError
 from tests.ddp.exact import Sum, assert_grad, line, step
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, Branches, assert_grads, assert_in_sync, batch, ours_only
+from tests.reference import DDP, Branches, assert_grads, assert_in_sync, batch, mlp, ours_only
 
 pytestmark = ours_only
 
 # Weights of the ranks in tests with exact numbers: the mean of gradients 1 and 2 is then 1.75.
 WEIGHTS = (1, 3)
-
-
-def _mlp():
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
 def _bag():
@@ -65,7 +61,7 @@ def _loss_of_some_rows(model, rank):
     model(torch.tensor([[rank, 3, 4 + rank]])).square().mean().backward()
 
 
-def _equals_the_weighted_mean(rank, world_size, weights, make=_mlp, run=_loss, as_weight=float, hook=None):
+def _equals_the_weighted_mean(rank, world_size, weights, make=mlp, run=_loss, as_weight=float, hook=None):
     torch.set_default_dtype(torch.float64)
     ddp = DDP(_seeded(make))
     if hook is not None:
@@ -83,11 +79,11 @@ def test_weights_of_any_size(ranks, weights):
 @pytest.mark.parametrize(
     "case",
     [
-        (_mlp, _loss, torch.tensor),
+        (mlp, _loss, torch.tensor),
         (Branches, _loss_of_one_branch),
         (_bag, _loss_of_some_rows),
         # A comm hook averages as it likes; weights come out right with those that take the mean.
-        (_mlp, _loss, float, default_hooks.allreduce_hook),
+        (mlp, _loss, float, default_hooks.allreduce_hook),
     ],
     ids=["tensor", "parameters used on one rank only", "sparse", "comm hook"],
 )
@@ -110,9 +106,9 @@ OPTIONS = [
 @on_ranks()
 def test_equals_the_mean_over_all_samples(rank, world_size, options):
     torch.set_default_dtype(torch.float64)
-    reference = _seeded(_mlp)
+    reference = _seeded(mlp)
     torch.manual_seed(rank)
-    ddp = DDP(_mlp(), **options)
+    ddp = DDP(mlp(), **options)
     for i in range(4):
         reference.zero_grad()
         rows = [batch(r, i, 6, 4)[: SAMPLES[r][i]] for r in range(world_size)]
@@ -136,9 +132,9 @@ MICRO = [[2, 5, 1], [6, 1, 3]]
 def test_across_no_sync_accumulation(rank, world_size, options):
     """Micro-steps with different weights: every sample of the whole step counts the same."""
     torch.set_default_dtype(torch.float64)
-    reference = _seeded(_mlp)
+    reference = _seeded(mlp)
     torch.manual_seed(rank)
-    ddp = DDP(_mlp(), **options)
+    ddp = DDP(mlp(), **options)
     for i in range(2):
         reference.zero_grad()
         rows = [[batch(r, 10 * i + k, 6, 4)[: MICRO[r][k]] for k in range(3)] for r in range(world_size)]
@@ -154,8 +150,8 @@ def test_across_no_sync_accumulation(rank, world_size, options):
 def test_through_the_inner_module(rank, world_size):
     """A backward that is noticed by its first gradient: that one is there already, and is of this backward."""
     torch.set_default_dtype(torch.float64)
-    ddp, run = DDP(_seeded(_mlp)), _loss_through_the_inner_module
-    expected = _weighted_mean(WEIGHTS, _mlp, run)
+    ddp, run = DDP(_seeded(mlp)), _loss_through_the_inner_module
+    expected = _weighted_mean(WEIGHTS, mlp, run)
     for _ in range(2):
         ddp.zero_grad()
         with ddp.weighted(WEIGHTS[rank]), ddp.no_sync():
@@ -175,8 +171,8 @@ def test_through_the_inner_module(rank, world_size):
 def test_with_a_graph_on_top_of_an_earlier_step(rank, world_size):
     """What an earlier step left is added afterwards, with a graph as without."""
     torch.set_default_dtype(torch.float64)
-    ddp = DDP(_seeded(_mlp))
-    expected = _weighted_mean(WEIGHTS, _mlp, _loss)
+    ddp = DDP(_seeded(mlp))
+    expected = _weighted_mean(WEIGHTS, mlp, _loss)
     with ddp.weighted(WEIGHTS[rank]):
         _loss(ddp, rank)
         assert_grads(ddp, expected)

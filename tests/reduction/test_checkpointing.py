@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.reference import batch, compare_with_reference, no_sync, ours_only
+from tests.reference import batch, compare_with_reference, no_sync, ours_only, square
 
 
 class _Net(nn.Module):
@@ -30,10 +30,6 @@ class _Net(nn.Module):
         return self.last(x)
 
 
-def _square(model, rank, i):
-    model(batch(rank, i)).square().mean().backward()
-
-
 def _train(rank, world_size, make, net, step, options):
     compare_with_reference(rank, world_size, lambda: make(**net), step, **options)
 
@@ -53,7 +49,7 @@ OPTIONS = {
 @REENTRANT
 @pytest.mark.parametrize("options", ["plain", "view", "small"])
 def test_checkpointed_once(ranks, use_reentrant, options):
-    ranks(_train, _Net, {"use_reentrant": use_reentrant}, _square, {"steps": 4, **OPTIONS[options]})
+    ranks(_train, _Net, {"use_reentrant": use_reentrant}, square, {"steps": 4, **OPTIONS[options]})
 
 
 @REENTRANT
@@ -63,13 +59,13 @@ def test_checkpointed_once(ranks, use_reentrant, options):
 )
 def test_layer_used_several_times_and_one_that_is_not(ranks, use_reentrant, times, spare, options):
     net = {"use_reentrant": use_reentrant, "times": times, "spare": spare}
-    ranks(_train, _Net, net, _square, {"steps": 4, **OPTIONS[options]})
+    ranks(_train, _Net, net, square, {"steps": 4, **OPTIONS[options]})
 
 
 def _accumulated(model, r, i):
     with no_sync(model):
-        _square(model, r, 10 + i)
-    _square(model, r, i)
+        square(model, r, 10 + i)
+    square(model, r, i)
 
 
 class _Nested(nn.Module):
@@ -123,7 +119,7 @@ def _way_of_rank(model, r, i):
     ("make", "net", "step", "options"),
     [
         pytest.param(_Net, {"times": 2}, _accumulated, {}, id="accumulated", marks=ours_only),
-        pytest.param(_Nested, {}, _square, {}, id="a checkpoint inside a checkpoint", marks=ours_only),
+        pytest.param(_Nested, {}, square, {}, id="a checkpoint inside a checkpoint", marks=ours_only),
         pytest.param(_WholeModel, {}, _with_gradient_of_input, OPTIONS["small"], id="the whole model"),
         pytest.param(_Ways, {}, _way_of_rank, {}, id="different layers on each rank", marks=ours_only),
     ],

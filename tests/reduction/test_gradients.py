@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, assert_grads, batch, compare_with_reference, no_sync, ours_only
+from tests.reference import DDP, STOCK, assert_grads, batch, compare_with_reference, no_sync, ours_only, square
 
 FLAGS = [
     {},
@@ -40,10 +40,6 @@ def _pair(**flags):
     ddp, local = DDP(_mlp(), **flags), _mlp()
     local.load_state_dict(ddp.module.state_dict())
     return ddp, local
-
-
-def _square(model, rank, i):
-    model(batch(rank, i)).square().mean().backward()
 
 
 # -- training against a single process -----------------------------------------------------------------------
@@ -107,19 +103,19 @@ def _gradients_dropped_zeroed_and_replaced(model, r, i):
             # A clipped gradient that then is dropped must not come back.
             torch.nn.utils.clip_grad_norm_(inner.parameters(), 0.5)
             model.zero_grad()
-    _square(model, r, i)
+    square(model, r, i)
 
 
 def _accumulation_in_no_sync(model, r, i):
     for micro in range(2):
         with no_sync(model):
-            _square(model, r, 10 * i + micro)
-    _square(model, r, 10 * i + 2)
+            square(model, r, 10 * i + micro)
+    square(model, r, 10 * i + 2)
 
 
 def _accumulation_with_every_backward_synchronised(model, r, i):
     for micro in range(3):
-        _square(model, r, 10 * i + micro)
+        square(model, r, 10 * i + micro)
 
 
 def _no_sync_around_forward_only(model, r, i):
@@ -133,14 +129,14 @@ def _no_sync_around_one_backward(model, r, i):
     out = model(batch(r, i))
     with no_sync(model):
         out.square().sum().backward()
-    _square(model, r, 50 + i)
+    square(model, r, 50 + i)
 
 
 def _no_sync_now_and_then(model, r, i):
     if i % 3 == 2:
         with no_sync(model):
-            _square(model, r, 100 + i)
-    _square(model, r, i)
+            square(model, r, 100 + i)
+    square(model, r, i)
 
 
 def _several_forwards_before_one_backward(model, r, i):
@@ -167,7 +163,7 @@ def _forwards_without_backward_in_between(model, r, i):
     model.eval()
     model(batch(r, 80 + i))
     model.train()
-    _square(model, r, i)
+    square(model, r, i)
 
 
 def _sparse_embedding(model, r, i):
@@ -219,7 +215,7 @@ def _cases(step, make=_mlp, *, flags=({},), ours=False, **options):
 
 
 TRAININGS = [
-    *_cases(_square, flags=[{**each, "set_to_none": none} for each in FLAGS for none in (True, False)], steps=4),
+    *_cases(square, flags=[{**each, "set_to_none": none} for each in FLAGS for none in (True, False)], steps=4),
     *_cases(_gradients_dropped_zeroed_and_replaced, flags=FLAGS[:3], steps=6),
     *_cases(_accumulation_in_no_sync, flags=[*FLAGS[:4], FLAGS[6]]),
     *_cases(_accumulation_in_no_sync, flags=[{**each, "set_to_none": False} for each in [*FLAGS[:4], FLAGS[6]]]),
@@ -232,11 +228,11 @@ TRAININGS = [
     *_cases(_several_forwards_before_one_backward, flags=FLAGS[:2]),
     *_cases(_several_forwards_then_as_many_backwards, ours=True, steps=4),
     *_cases(_forwards_without_backward_in_between),
-    *_cases(_square, _shared, flags=[*FLAGS[:3], FLAGS[4]]),
+    *_cases(square, _shared, flags=[*FLAGS[:3], FLAGS[4]]),
     *_cases(_sparse_embedding, _words, flags=FLAGS[:2]),
     *_cases(_sparse_embedding, _words_alone, flags=FLAGS[:2]),
     *_cases(_sparse_embedding_accumulated, _words),
-    *_cases(_square, _OutOfOrder, flags=[{"bucket_cap_mb": 0.00005}, {"bucket_cap_mb": 0.0001, "static_graph": True}]),
+    *_cases(square, _OutOfOrder, flags=[{"bucket_cap_mb": 0.00005}, {"bucket_cap_mb": 0.0001, "static_graph": True}]),
     *_cases(_gradients_ready_in_another_order_on_each_rank, _RankOrder, steps=4, bucket_cap_mb=0.0001),
     *_cases(_autograd_grad_before_backward_of_the_same_loss),
     *_cases(_gradient_penalty_on_the_input),
@@ -251,7 +247,7 @@ def test_training_is_that_of_one_process(ranks, make, step, options):
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_other_world_sizes(ranks, world_size):
-    ranks(_train, _mlp, _square, {"steps": 4}, world_size=world_size)
+    ranks(_train, _mlp, square, {"steps": 4}, world_size=world_size)
 
 
 def _convolutions():
@@ -315,8 +311,8 @@ def test_no_sync_leaves_the_local_gradient(rank, world_size, flags):
     ddp, local = _pair(**flags)
     for i in range(2):
         with ddp.no_sync():
-            _square(ddp, rank, i)
-        _square(local, rank, i)
+            square(ddp, rank, i)
+        square(local, rank, i)
         assert_grads(ddp, {name: p.grad for name, p in local.named_parameters()})
 
 
@@ -355,8 +351,8 @@ class _Odd(nn.Module):
 @pytest.mark.parametrize("flags", [*FLAGS[:2], FLAGS[6]], ids=_flag_id)
 @on_ranks()
 def test_scalar_empty_transposed_complex_and_mixed_dtype_parameters(rank, world_size, flags):
-    ddp = compare_with_reference(rank, world_size, _Odd, _square, **flags)
-    _square(ddp, rank, 9)
+    ddp = compare_with_reference(rank, world_size, _Odd, square, **flags)
+    square(ddp, rank, 9)
     for name, p in ddp.module.named_parameters():
         assert p.grad.stride() == p.stride(), name
         assert p.grad.dtype == p.dtype, name
@@ -393,7 +389,8 @@ def test_channels_last_gradients_keep_their_strides(rank, world_size, flags):
 
 def _bucket_layout(rank, world_size, options, steps):
     torch.manual_seed(0)
-    ddp = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), **options)
+    # Each layer has shapes of its own, so that a shape says which layer it is.
+    ddp = DDP(nn.Sequential(*[nn.Linear(60 + i, 61 + i) for i in range(6)]), **options)
     seen = []
 
     def watch(state, bucket):
@@ -404,14 +401,14 @@ def _bucket_layout(rank, world_size, options, steps):
     ddp.register_comm_hook(None, watch)
     for i in range(steps):
         seen.clear()
-        ddp(batch(rank, i, 2, 64).float()).square().mean().backward()
+        ddp(batch(rank, i, 2, 60).float()).square().mean().backward()
     return seen
 
 
-LAYER = 64 * 64 + 64
+TOTAL = sum((60 + i) * (61 + i) + 61 + i for i in range(6))
 
 
-# The first iteration may run with a first bucket of torch's default size. 0.01 MB is less than a layer (16.6 kB).
+# The first iteration may run with a first bucket of torch's default size. 0.01 MB is less than a layer (14.9 kB).
 @pytest.mark.parametrize(
     ("options", "steps", "least"),
     [
@@ -429,9 +426,10 @@ def test_buckets_are_launched_in_order_and_ranks_agree_on_them(ranks, options, s
     assert [index for index, _, _ in seen] == list(range(len(seen)))
     assert len(seen) >= least
     assert options or len(seen) == 1, "all fits into one"
-    assert sum(numel for _, numel, _ in seen) == 6 * LAYER
-    # Backward reaches the last layer first.
-    assert seen[0][2][0] in [(64,), (64, 64)]
+    assert sum(numel for _, numel, _ in seen) == TOTAL
+    # Backward reaches the last layer first. Torch's class knows that of the buckets, but learns it of what is in them.
+    if steps > 1 or not STOCK:
+        assert seen[0][2][0] in [(66,), (66, 65)]
 
 
 # -- autograd.grad, hooks of users, stats --------------------------------------------------------------------
@@ -445,7 +443,7 @@ def test_autograd_grad_is_local_and_harmless(rank, world_size):
     want = torch.autograd.grad(local(batch(rank)).square().mean(), list(local.parameters()))
     torch.testing.assert_close(got, want)
     assert all(p.grad is None for p in ddp.parameters())
-    compare_with_reference(rank, world_size, _mlp, _square)
+    compare_with_reference(rank, world_size, _mlp, square)
 
 
 @on_ranks()

@@ -9,13 +9,9 @@ import torch
 from torch import nn
 
 from tests.on_ranks import on_ranks
-from tests.reference import DDP, assert_grads, batch, ours_only
+from tests.reference import DDP, assert_grads, batch, mlp, ours_only
 
 pytestmark = ours_only
-
-
-def _mlp():
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
 def _penalty(model):
@@ -32,9 +28,9 @@ def _penalty(model):
 def test_create_graph_gives_right_higher_order_gradients(rank, world_size, options):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
-    reference = _mlp()
+    reference = mlp()
     torch.manual_seed(7 + rank)
-    ddp = DDP(_mlp(), **options)
+    ddp = DDP(mlp(), **options)
     for i in range(2):
         # The penalty is not linear in the gradient: the reference must see the whole batch at once.
         whole = torch.cat([batch(r, i) for r in range(world_size)])

@@ -31,6 +31,8 @@ def test_no_rank_crashes_on_its_way_out() -> None:
         ("exit", "rank 0", STATUS, "", None),
         ("exit", "rank 0", 0, "", "ended with status 0 instead of"),
         ("exit", "last rank", 1, "RankLostError", None),
+        ("exit", "last rank", 1, "RuntimeError", "was not told of its peer"),
+        ("exit", "last rank", 0, "", "ended with status 0 instead of"),
         ("exit", "last rank", -signal.SIGABRT, "", f"ended with status {-signal.SIGABRT} instead of"),
         ("SIGTERM", "all", -signal.SIGTERM, "", None),
         ("exit", "all", -signal.SIGTERM, "", "instead of"),
@@ -39,5 +41,5 @@ def test_no_rank_crashes_on_its_way_out() -> None:
     ],
 )
 def test_what_is_a_fault(end: str, first: str, status: int | None, said: str, fault: str | None) -> None:
-    found = judge(Case("gloo", "nothing", first, end), 0, 2, status, said)
+    found = judge(Case("shm", "nothing", first, end), 0, 2, status, said)
     assert found is None if fault is None else found is not None and fault in found

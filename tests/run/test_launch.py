@@ -121,25 +121,27 @@ shutdown()
 
 
 def test_the_failing_rank_is_shown_and_the_others_are_ended(
-    script: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pipe: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(launch_module, "_SETTLE_S", 0.05)
     body = f"""
 if RANK == 1:
+    open({str(pipe)!r}).close()  # waits for rank 0
     print("no data on this disk", file=sys.stderr)
     sys.exit(7)
-open("{tmp_path}/pid", "w").write(str(os.getpid()))
-signal.pause()
+with open("{tmp_path}/pid", "w") as file:
+    file.write(str(os.getpid()))
+open({str(pipe)!r}, "w").close()  # waits for rank 1
+while True:
+    signal.pause()
 """
-    # Rank 0 may be terminated before it has written its id; then it is gone as well.
     assert launch([sys.executable, script(body)], nproc=2) == 7
     err = capfd.readouterr().err
     assert err.splitlines() == [
         "paceline: rank 1 failed with exit code 7",
         "  [rank 1] no data on this disk",
     ]
-    pid = tmp_path / "pid"
-    assert not pid.exists() or not pid.read_text() or gone(int(pid.read_text()))
+    assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(
@@ -257,7 +259,6 @@ while True:
     assert all(map(gone, pids))
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a child of its parent's death")
 def test_ranks_end_even_if_the_launcher_is_killed(script: Any, pipe: Path) -> None:
     body = """

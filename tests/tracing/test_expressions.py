@@ -17,8 +17,8 @@ import pytest
 
 from tests.tracing.expressions import BY_ID, EXPRESSIONS
 from tests.tracing.graphs import ROOT
+from tests.tracing.refused import BAD, REFUSED
 from tests.tracing.runner import LITE, outcomes
-from tests.tracing.test_refusals import BAD, REFUSED
 
 
 def _where():

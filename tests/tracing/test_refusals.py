@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.on_ranks import on_ranks
+from tests.tracing.refused import BAD, REFUSED, all_gather_object, new_group, with_mesh
 from tests.tracing.row import Place, join_fake_group
 from tests.tracing.runner import ALLOWED_WARNINGS, LIMIT_S
 
@@ -19,55 +20,9 @@ from tests.tracing.runner import ALLOWED_WARNINGS, LIMIT_S
 ALLOWED = (*ALLOWED_WARNINGS, (r".*", UserWarning))
 
 
-def _new_group(x):
-    return x * dist.new_group([0, 1]).size()
-
-
-def _all_gather_object(x):
-    out = [None, None]
-    dist.all_gather_object(out, "an object")
-    return x + len(out)
-
-
-def _with_mesh(x):
-    with _refuse.mesh:
-        return x + 1
-
-
-OUTSIDE = ("before", "outside", "argument")
-TENSORS = ("tensor", "outside")
-# (function, words one of which the hint has: what to write instead).
-REFUSED = {
-    "dist.new_group": (_new_group, OUTSIDE),
-    "dist.new_subgroups": (lambda x: x * dist.new_subgroups(1)[0].size(), OUTSIDE),
-    "dist.new_subgroups_by_enumeration": (
-        lambda x: x * dist.new_subgroups_by_enumeration([[0], [1]])[0].size(),
-        OUTSIDE,
-    ),
-    "dist.split_group": (lambda x: x * dist.split_group(split_ranks=[[0, 1]]).size(), OUTSIDE),
-    "dist._make_nccl_premul_sum": (
-        lambda x: dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5)),
-        ("multiply", "scale"),
-    ),
-    "init_device_mesh": (lambda x: x * init_device_mesh("cpu", (2,)).size(), OUTSIDE),
-    "DeviceMesh": (lambda x: x * DeviceMesh("cpu", [0, 1]).size(), OUTSIDE),
-    "with mesh": (_with_mesh, ("pass",)),
-    "dist.init_process_group": (lambda x: dist.init_process_group("gloo"), ("before", "outside")),
-    "dist.destroy_process_group": (lambda x: dist.destroy_process_group(), ("after", "outside", "before")),
-    "dist.all_gather_object": (_all_gather_object, TENSORS),
-    "dist.broadcast_object_list": (lambda x: dist.broadcast_object_list(["an object"], 0), TENSORS),
-    "dist.gather_object": (lambda x: dist.gather_object("an object", None, 0), TENSORS),
-    "dist.scatter_object_list": (lambda x: dist.scatter_object_list([None], ["a", "b"], 0), TENSORS),
-    "dist.send_object_list": (lambda x: dist.send_object_list(["an object"], 1), TENSORS),
-    "dist.recv_object_list": (lambda x: dist.recv_object_list([None], 0), TENSORS),
-    "work.get_future": (lambda x: dist.all_reduce(x, async_op=True).get_future(), ("wait", "outside")),
-    "work._source_rank": (lambda x: x + dist.irecv(x, 0)._source_rank(), ("recv", "wait", "outside")),
-}
-
-
 def _refuse(rank, size):
     """The kind and text of every refusal; no group may have been made or lost."""
-    _refuse.mesh = init_device_mesh("cpu", (size,))
+    with_mesh.mesh = init_device_mesh("cpu", (size,))
     answers, groups = {}, dist.get_pg_count()
     for name, (function, _) in REFUSED.items():
         torch._dynamo.reset()
@@ -105,9 +60,9 @@ def _part(text, name):
 def test_without_fullgraph_it_is_a_graph_break(rank, size):
     """Without fullgraph a refusal is a graph break, and the program works."""
     torch._dynamo.reset()
-    compiled = torch.compile(_new_group, backend="eager")
+    compiled = torch.compile(new_group, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [2, 2]
-    compiled = torch.compile(_all_gather_object, backend="eager")
+    compiled = torch.compile(all_gather_object, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [3, 3]
 
 
@@ -130,29 +85,6 @@ def test_flattening_for_the_first_time(rank, size):
 
 
 # --- bad input: eager's error -----------------------------------------------------------------------------
-
-
-BAD = {
-    "not a tensor": lambda x, at: dist.all_reduce([x]),
-    "not a group": lambda x, at: dist.all_reduce(x, group="world"),
-    "no root": lambda x, at: dist.broadcast(x),
-    "two roots": lambda x, at: dist.broadcast(x, src=0, group_src=0),
-    "too short": lambda x, at: dist.all_gather_single(x.new_empty(3), x),
-    "too few": lambda x, at: dist.all_gather([torch.empty_like(x)], x),
-    "wrong dtype": lambda x, at: dist.all_gather([torch.empty_like(x, dtype=torch.float64) for _ in range(2)], x),
-    "does not divide": lambda x, at: dist.reduce_scatter_single(x.new_empty(3), x),
-    "wrong splits": lambda x, at: dist.all_to_all_single(torch.empty_like(x), x, [1, 1], [1, 1]),
-    "no such root": lambda x, at: dist.broadcast(x, src=7),
-    "root not in the group": lambda x, at: dist.broadcast(x, src=1 - at.rank, group=at.solo),
-    "to itself": lambda x, at: dist.send(x, dst=at.rank),
-    "no list at the root": lambda x, at: dist.gather(x, None, dst=at.rank),
-    "rank not in the group": lambda x, at: x + dist.get_group_rank(at.solo, 1 - at.rank),
-    "no such dimension": lambda x, at: x + at.grid["pp"].size(),
-    "group of no dimension": lambda x, at: x + at.grid.get_group("pp").size(),
-    "ambiguous dimension": lambda x, at: x + at.grid.get_local_rank(),
-    "empty batch": lambda x, at: dist.batch_isend_irecv([]),
-    "not an operation": lambda x, at: dist.batch_isend_irecv([dist.P2POp(dist.all_reduce, x, 0)]),
-}
 
 
 def _error(function, *arguments):

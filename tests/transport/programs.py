@@ -366,16 +366,26 @@ def _raise(*_: object) -> None:
 
 
 def _during(wait: Callable[[], Any], handler: Callable[..., None] = _raise) -> str:
-    """What comes out of ``wait`` when a signal arrives in it."""
+    """What comes out of ``wait``, which has set the alarm, when that arrives in it."""
     signal.signal(signal.SIGALRM, handler)
-
-    def wait_with_alarm() -> None:
-        signal.setitimer(signal.ITIMER_REAL, ALARM_S)
-        wait()
-
-    said = said_by(wait_with_alarm)
+    said = said_by(wait)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return said
+
+
+def _alarmed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def set_alarm_and_call(*args: Any) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, ALARM_S)
+        return call(*args)
+
+    return set_alarm_and_call
+
+
+def _settle_with_alarm(rank: Rank) -> None:
+    """An alarm before the kernel has the barrier would keep this rank from it, and the ranks' barriers would shift."""
+    # So it is set right before the kernel is called, which looks for signals itself.
+    submit = _alarmed(rank.endpoint._library.pl_barrier)
+    rank.endpoint._collective(submit, TIMEOUT_S, inline=True, keep=None).wait()
 
 
 def is_interrupted(rank: Rank) -> list[str]:
@@ -388,15 +398,15 @@ def is_interrupted(rank: Rank) -> list[str]:
         send(rank, torch.full((1,), 7.0), 0, 2).wait()
         recv(rank, go, 0, 3).wait()
         rank.settle()
-        return [_during(recv(rank, go, 0, 4).wait, lambda *_: None)]
+        return [_during(_alarmed(recv(rank, go, 0, 4).wait), lambda *_: None)]
 
     receiving = recv(rank, message, 1, 2)
-    said = [_during(receiving.wait)]
+    said = [_during(_alarmed(receiving.wait))]
     reducing = all_reduce(rank, reduced, inline=False)
     # With a limit, as without one this thread would do the work itself, if it came first.
-    said.append(_during(lambda: reducing.wait(TIMEOUT_S)))
+    said.append(_during(_alarmed(lambda: reducing.wait(TIMEOUT_S))))
     # It waits its turn behind the other.
-    said.append(_during(rank.settle))
+    said.append(_during(lambda: _settle_with_alarm(rank)))
     assert not receiving.done()
     assert not reducing.done()
     send(rank, go, 1, 1).wait()
@@ -405,8 +415,8 @@ def is_interrupted(rank: Rank) -> list[str]:
     assert message.item() == 7.0
     assert reduced.unique().tolist() == [2.0]
     # A handler that returns runs in the middle of the wait, which goes on.
-    said.append(_during(rank.settle, lambda *_: send(rank, go, 1, 3).wait()))
-    return [*said, _during(rank.settle)]
+    said.append(_during(lambda: _settle_with_alarm(rank), lambda *_: send(rank, go, 1, 3).wait()))
+    return [*said, _during(lambda: _settle_with_alarm(rank))]
 
 
 def is_aborted_while_it_closes(rank: Rank) -> str:

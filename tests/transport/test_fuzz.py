@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import pytest
 import torch
 
@@ -58,7 +60,7 @@ def _some_sum() -> tuple[int, fuzz_program.Step]:
     raise AssertionError("no program has such a step")
 
 
-@pytest.mark.parametrize(("wrong_by", "found"), [(0.0, False), (1e-7, False), (1e-3, True)])
+@pytest.mark.parametrize(("wrong_by", "found"), [(0.0, False), (1e-7, False), (1e-3, True), (nan, True)])
 def test_a_wrong_result_is_found(wrong_by, found):
     """The comparison can fail: what is off by more than rounding is reported, what is not is not."""
     seed, step = _some_sum()

@@ -5,6 +5,7 @@ The mistakes are made on all ranks alike, so that nobody waits; the group works 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,10 +20,12 @@ from ..conformance import case
 ones, zeros = torch.ones, torch.zeros
 
 
-def _refused(kind: type[Exception], call: Callable[[], Any], *what: object) -> None:
+def _refused(kind: type[Exception], call: Callable[[], Any], *what: object, said: str = "") -> None:
     try:
         call()
-    except kind:
+    except kind as error:
+        if re.search(said, str(error)) is None:
+            raise AssertionError(f"{what}: {error}") from error
         return
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__} is no {kind.__name__}: {error}") from error
@@ -141,7 +144,10 @@ def ranks_that_disagree(rank, world_size):
         "pieces": lambda group: dist.all_to_all_single(zeros(4), ones(4), [2, 2], [3 - rank, 1 + rank], group=group),
     }
     for what, call in calls.items():
-        _refused(RuntimeError, partial(call, dist.new_group([0, 1])), what)
+        # Pieces are compared one by one, so a message names the first that does not fit.
+        of_pieces = r"rank 0 sends \d+ bytes to rank 0, which expects \d+"
+        said = of_pieces if what == "pieces" else r"rank 0 in .+, rank 1 in "
+        _refused(DisagreementError, partial(call, dist.new_group([0, 1])), what, said=said)
     _works(world_size)
 
 

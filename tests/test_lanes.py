@@ -61,6 +61,6 @@ def test_no_file_may_be_left_out():
 
 
 def test_tests_that_share_a_fixture_go_to_one_worker():
-    for file, together in (("transport/test_hosts.py", True), ("testing/test_lanes.py", False)):
+    for file, together in (("transport/test_hosts.py", True), ("test_lanes.py", False)):
         one, other = (Scheduler._split_scope(None, f"tests/{file}::test_{name}") for name in ("one", "other"))
         assert (one == other) is together
