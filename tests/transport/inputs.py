@@ -87,6 +87,7 @@ def reduced(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     }
     total = functools.reduce(folds[op], [tensor.to(wide) for tensor in inputs])
     if op == "AVG":
+        # A conversion to integers rounds toward zero.
         total = total / len(inputs)
     return total.to(dtype)
 

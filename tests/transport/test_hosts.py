@@ -65,6 +65,8 @@ def test_conformance(hosts: Hosts, found: conformance.Case) -> None:
 
 def _uint64(rank, world_size):
     tensor = torch.full((3,), rank, dtype=torch.uint64)
+    with pytest.raises(BadCollectiveError, match=r"AVG of torch\.uint64 cannot be taken between hosts"):
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
     with pytest.raises(BadCollectiveError, match=r"MAX of torch.uint64 .* use torch.int64"):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     dist.all_reduce(tensor)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
+import subprocess
 import threading
 import time
 import weakref
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import BadArgumentError, StateError
+from paceline.errors import BadArgumentError, PeerFailedError, StateError
 from paceline.transport.shm.codes import Op
 from paceline.transport.shm.kernel import Endpoint, control_nbytes
 from paceline.transport.shm.segment import Segment
@@ -186,6 +188,37 @@ def test_a_message_that_races_with_the_end_leaves_no_thread() -> None:
     while threads() > before and time.monotonic() < deadline:
         time.sleep(0)
     assert threads() <= before
+
+
+# -- memory that was overwritten -------------------------------------------------------------------------------------
+
+
+def test_a_group_whose_memory_was_overwritten_says_so() -> None:
+    with Segment.create(control_nbytes(1)) as control:
+        endpoint = _open(control, size=1)
+        # The word at this place says that a rank has given up, and which: here one that does not exist. Then it is 0.
+        for word in (b"\xff\xff\xff\xff", bytes(4)):
+            os.pwrite(control.fd, word, 128)
+            with pytest.raises(PeerFailedError, match="control memory of the group was overwritten: rank 0 has found"):
+                endpoint.barrier(timeout_s=60, inline=True).wait()
+        endpoint.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("program", ["lies", "overwrite"])
+def test_words_that_were_overwritten_become_errors(program: str, tmp_path: Path) -> None:
+    """C programs under the address sanitizer; ``make sanitize`` and ``make soak`` run the second one for longer."""
+    folder = Path(__file__).parent / "sanitize"
+    if shutil.which("make") is None or shutil.which("gcc") is None:
+        pytest.skip("needs make and gcc")
+    (tmp_path / "empty.c").write_text("int main(void) { return 0; }\n", encoding="utf-8")
+    sanitized = ("gcc", "-fsanitize=address,undefined", "-o", tmp_path / "empty", tmp_path / "empty.c")
+    if subprocess.run(sanitized, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs gcc's address sanitizer (Debian: libasan and libubsan)")
+    command = ("make", "-C", folder, f"OUT={tmp_path}", "CC=gcc", "OVERWRITES=5000", program)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("no lie was believed" if program == "lies" else "said that memory was overwritten") in done.stdout
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------

@@ -71,7 +71,12 @@ def describe(group: dist.ProcessGroup) -> str:
 
 def adds_sparse(group: dist.ProcessGroup) -> bool:
     """Whether ``all_reduce`` of the group, if it has this backend, takes sparse tensors, as gloo's does."""
-    return plain_groups.backend_of(group) == dist.Backend.GLOO or getattr(group, "adds_sparse", False)
+    return plain_groups.backend_of(group) == dist.Backend.GLOO or checks_sparse(group)
+
+
+def checks_sparse(group: dist.ProcessGroup) -> bool:
+    """Whether the group looks at the indices of sparse tensors that it sums, which gloo does not."""
+    return getattr(group, "adds_sparse", False)
 
 
 def _new_group(backend_options: Any, group_options: Any) -> Any:

@@ -101,7 +101,8 @@ def _undefined(dtype: torch.dtype) -> list[Any]:
         return [dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND]
     if dtype.is_floating_point:
         return [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
-    return [dist.ReduceOp.AVG]
+    # gloo refuses the mean of any integers, and shm of truth values only.
+    return [dist.ReduceOp.AVG] if dtype is torch.bool or dist.get_backend() == "gloo" else []
 
 
 UNDEFINED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)

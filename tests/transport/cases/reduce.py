@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ..conformance import case
 from ..inputs import (
     GLOO_DTYPES,
+    GLOO_INTEGERS,
     HUGE,
     OPS,
     OTHER_INTEGERS,
@@ -164,3 +165,32 @@ def reduce_scatter_other_integers(rank, world_size):
                 out, torch.cat(_pieces(1023, dtype, rank=rank, world_size=world_size, op=op)), reduce_op(op)
             )
             same(out, want, "reduce_scatter_single", dtype, op)
+
+
+def _means(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """They are rounded toward zero, also where the sum is negative."""
+    for dtype in dtypes:
+        inputs = every(1023, dtype, world_size)
+        want = reduced("AVG", inputs)
+        assert want.dtype == dtype
+        assert not torch.equal(want.long() * world_size, reduced("SUM", inputs).long()), "nothing is rounded"
+        mine = inputs[rank].clone()
+        dist.all_reduce(mine, dist.ReduceOp.AVG)
+        same(mine, want, "all_reduce", dtype)
+        mine = inputs[rank].clone()
+        dist.reduce(mine, 0, dist.ReduceOp.AVG)
+        if rank == 0:
+            same(mine, want, "reduce", dtype)
+        out = torch.zeros(1023, dtype=dtype)
+        dist.reduce_scatter(out, _pieces(1023, dtype, rank=rank, world_size=world_size, op="AVG"), dist.ReduceOp.AVG)
+        same(out, reduced("AVG", every(1023, dtype, world_size, seed=rank)), "reduce_scatter", dtype)
+
+
+@case(2, 3, shm_only="gloo has no mean of integers")
+def means_of_integers(rank, world_size):
+    _means(rank, world_size, GLOO_INTEGERS)
+
+
+@case(2, 3, shm_only="gloo refuses these dtypes")
+def means_of_other_integers(rank, world_size):
+    _means(rank, world_size, OTHER_INTEGERS)

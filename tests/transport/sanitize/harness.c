@@ -9,12 +9,8 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
 
-#include "endpoint.h"
+#include "common.h"
 
 #define TIMEOUT_S 120.0
 #define MAX_COUNT 900000
@@ -32,23 +28,8 @@ typedef struct {
     pl_endpoint *endpoint;
 } rank_thread;
 
-#define CHECK(right, ...)                                    \
-    do {                                                     \
-        if (!(right)) {                                      \
-            fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);  \
-            fprintf(stderr, __VA_ARGS__);                    \
-            fprintf(stderr, "\n");                           \
-            abort();                                         \
-        }                                                    \
-    } while (0)
-
-/* splitmix64: the same numbers on every rank. */
-static uint64_t draw(rank_thread *t, uint64_t below) {
-    uint64_t z = t->random += UINT64_C(0x9e3779b97f4a7c15);
-    z = (z ^ z >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ z >> 27) * UINT64_C(0x94d049bb133111eb);
-    return (z ^ z >> 31) % below;
-}
+/* The same numbers on every rank. */
+static uint64_t draw(rank_thread *t, uint64_t below) { return draw_from(&t->random, below); }
 
 static uint64_t draw_count(rank_thread *t) {
     const uint64_t most[] = {1, 20, 9000, 100000, MAX_COUNT};
@@ -227,18 +208,11 @@ static void run_program(rank_thread *t) {
     }
 }
 
-/* Ranks would settle how long they spin by the number of CPUs. Here it is the same on every machine. */
-static void set_spin(pl_endpoint *endpoint) {
-    atomic_store(&endpoint->inline_spin_ns, (int64_t)(spin_s * 1e9));
-    atomic_store(&endpoint->worker_spin_ns, (int64_t)(spin_s * 1e9));
-    atomic_store(&endpoint->has_spin, 1);
-}
-
 static void open_endpoint(rank_thread *t) {
     char reason[256];
     t->endpoint = pl_open(control, control_bytes, -1, t->rank, size, t->rank == 0, NULL, reason, sizeof reason);
     CHECK(t->endpoint, "refused: %s", reason);
-    set_spin(t->endpoint);
+    set_spin(t->endpoint, spin_s);
     CHECK(pl_register_arena(t->endpoint, 1, arenas, ARENA_BYTES), "arena");
 }
 
@@ -280,12 +254,6 @@ static void run_all(void *(*function)(void *), uint64_t seed) {
     }
     for (int r = 0; r < size; r++) pthread_create(&threads[r], NULL, function, &ranks[r]);
     for (int r = 0; r < size; r++) pthread_join(threads[r], NULL);
-}
-
-static void *map(uint64_t nbytes) {
-    void *at = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(at != MAP_FAILED, "mmap");
-    return at;
 }
 
 int main(int argc, char **argv) {

@@ -28,7 +28,7 @@ mutant round.c 's/arrivals, 1, memory_order_seq_cst/arrivals, 1, memory_order_re
 # Passing the gate does not acquire.
 mutant round.c 's/arrivals, memory_order_acquire/arrivals, memory_order_relaxed/'
 # Bytes in a ring are counted before they are there.
-mutant ring.h 's/atomic_store(\(&ring->tail, tail + n\))/atomic_store_explicit(\1, memory_order_relaxed)/'
+mutant ring.h 's/atomic_store(\(&ring->tail, \*own += n\))/atomic_store_explicit(\1, memory_order_relaxed)/'
 # The status of a job is out before the job's results are.
 mutant job.c 's/job->outcome, memory_order_release/job->outcome, memory_order_relaxed/'
 echo "every mutant was found"

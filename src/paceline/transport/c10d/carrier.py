@@ -81,11 +81,12 @@ class Carrier(Protocol):
         ...
 
     def gather_unequal(
-        self, sent: Tensor, dtype: torch.dtype, terms: Terms
+        self, sent: Tensor, dtype: torch.dtype, terms: Terms, *, most_bytes: int
     ) -> tuple[Pending, Callable[[], Sequence[Tensor]]]:
         """Send the bytes ``sent`` to everybody. When it has ended, the function gives what came from each rank.
 
-        Ranks that do not agree on ``dtype`` get an error.
+        Ranks that do not agree on ``dtype`` get an error. ``most_bytes`` is how long what a rank sends can be. A
+        carrier that makes room for what others announce refuses more.
         """
         ...
 

@@ -40,8 +40,9 @@ def _refused(number: int, dtype: torch.dtype) -> str | None:
     op, is_whole = Op(number), not dtype.is_floating_point and not dtype.is_complex
     if op in _BITWISE and not is_whole:
         return f"Cannot use ReduceOp.{op.name} with non-integral dtype ({dtype})"
-    if op is Op.AVG and is_whole:
-        return f"Cannot use ReduceOp.AVG with integral dtype ({dtype}): a mean need not be an integer"
+    # The mean of other integers is rounded toward zero, as NCCL does it. gloo has none.
+    if op is Op.AVG and dtype is torch.bool:
+        return "Cannot use ReduceOp.AVG with torch.bool: a mean of truth values is none"
     if dtype.is_complex and op not in _COMPLEX:
         return f"Cannot use ReduceOp.{op.name} with complex dtype ({dtype})"
     return None

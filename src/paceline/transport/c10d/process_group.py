@@ -115,7 +115,7 @@ class ShmProcessGroup(GroupFacts):
 
         def start(terms: Terms) -> Sequence[Pending]:
             nonlocal found
-            pending, found = self.carrier.gather_unequal(total.sent, total.dtype, terms)
+            pending, found = self.carrier.gather_unequal(total.sent, total.dtype, terms, most_bytes=total.most_bytes)
             return [pending]
 
         return self._launch("sparse_all_reduce", [tensor], [tensor], start, opts, after=lambda: total.finish(found()))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from paceline.control import wire
 from paceline.control.tensor_line import TensorLine
 from paceline.errors import DisagreementError
 from paceline.transport.hosts.messages import close_connections
@@ -47,7 +48,7 @@ _STAND_IN_DTYPES = {
 
 
 # The description of a collective is cut to fit into a row of the line, so that comparing takes one exchange.
-_WHAT_CHARACTERS = 128
+_WHAT_BYTES = 128
 
 
 class Leaders:
@@ -57,7 +58,9 @@ class Leaders:
         self._backend = backend
         self._hosts = hosts
         self._names = [names[ranks[0]] for ranks in hosts]
-        self._line = TensorLine(self._all_gather, name="leaders", rank=backend.rank(), size=len(hosts))
+        self._line = TensorLine(
+            self._all_gather, name="leaders", rank=backend.rank(), size=len(hosts), limit_bytes=_WHAT_BYTES
+        )
 
     def all_reduce(self, tensor: Tensor, *, op: Op, what: str, timeout_s: float) -> None:
         """Fold the leaders' tensors into all of them."""
@@ -133,16 +136,15 @@ class Leaders:
                 continue
 
     def _agree(self, what: str, timeout_s: float) -> None:
-        found = self._line.agree("collective", what[:_WHAT_CHARACTERS], timeout_s=timeout_s)
+        found = self._line.agree("collective", wire.fitting(what, _WHAT_BYTES), timeout_s=timeout_s)
         if found.equal:
             return
         told = [str(word) if word is not None else "something else" for word in found.values]
-        for leader, other in zip(self._names, told, strict=True):
-            if other != told[0]:
-                raise DisagreementError(
-                    f"ranks are in different collectives: rank {self._names[0]} in {told[0]}, rank {leader} in "
-                    f"{other}; every rank has to call the same ones in the same order"
-                )
+        other = next((host for host, word in enumerate(told) if word != told[0]), 0)
+        raise DisagreementError(
+            f"ranks are in different collectives: rank {self._names[0]} in {told[0]}, rank {self._names[other]} in "
+            f"{told[other]}; every rank has to call the same ones in the same order"
+        )
 
     def _all_gather(self, mine: Tensor, everybodys: list[Tensor], timeout_s: float) -> None:
         self._backend.allgather([everybodys], [mine], _with(c10d.AllgatherOptions(), timeout_s)).wait()

@@ -25,6 +25,9 @@ def check_route(table: Tensor, names: Sequence[int], what: str) -> Route:
     """The route of an exchange. A row of ``table`` is a rank's: bytes to each, bytes from each, and its dtype."""
     size = len(names)
     sent, expected, dtypes = table[:, :size], table[:, size : 2 * size].t(), table[:, -1].tolist()
+    if (sent < 0).any():
+        source = int((sent < 0).any(dim=1).nonzero()[0])
+        raise DisagreementError(f"{what}: rank {names[source]} says that it sends less than nothing")
     for source, destination in (sent != expected).nonzero().tolist():
         raise DisagreementError(
             f"{what}: rank {names[source]} sends {sent[source, destination]} bytes to rank {names[destination]}, "

@@ -25,14 +25,15 @@ from torch import Tensor
 
 from paceline import threads
 from paceline.control import wire
+from paceline.control.agree import ENCODING_BYTES
 from paceline.control.tensor_line import row_of, word_in
 from paceline.control.wire import MessageKind
 from paceline.errors import DisagreementError, PacelineError, PeerError, PeerFailedError, RankLostError
 from paceline.transport.hosts.messages import close_connections
 
-# A message takes this much room. The text of a report is cut: a character takes 6 bytes at most.
+# A message takes this much room. The text of a report is cut to what the rest leaves of it.
 _ROW_BYTES = 4096
-_TEXT_CHARACTERS = 400
+_TEXT_BYTES = _ROW_BYTES - wire.HEAD_BYTES - ENCODING_BYTES
 # How long a connection may be silent. It is silent for as long as all goes well.
 _SILENCE = timedelta(days=1000)
 _TELL_S = 1.0
@@ -72,15 +73,18 @@ class Report:
     def encode(self, sender: int) -> Tensor:
         """The message in which rank ``sender`` of the group tells it."""
         blamed = -1 if self.rank is None else self.rank
-        said = self.said[:_TEXT_CHARACTERS]
+        said = wire.fitting(self.said, _TEXT_BYTES)
         return row_of(wire.encode(MessageKind.REPORT, blamed, self.why, said, place=_place(sender)), _ROW_BYTES)
 
     @classmethod
-    def decode(cls, message: Tensor, sender: int, name: int) -> Report:
-        """What rank ``sender``, which errors call ``name``, has told."""
+    def decode(cls, message: Tensor, sender: int, names: Sequence[int]) -> Report:
+        """What rank ``sender`` has told; errors call the ranks of the group by ``names``."""
+        name = names[sender]
         try:
             match wire.decode(MessageKind.REPORT, word_in(message), place=_place(sender)):
-                case (int(blamed), ("lost" | "failed" | "disagreed" | "closed") as why, str(said)):
+                case (int(blamed), ("lost" | "failed" | "disagreed" | "closed") as why, str(said)) if (
+                    blamed == -1 or blamed in names
+                ):
                     return cls(rank=None if blamed < 0 else blamed, why=why, said=said)
         except wire.BadMessageError:
             pass
@@ -158,7 +162,7 @@ class PeerReports:
                     close_connections(gloo)
 
             for other, (work, message) in self._expected.items():
-                about = (work, message, other, self._names[other], heard)
+                about = (work, message, other, self._names, heard)
                 self._listeners.append(threads.start(_listen, *about, name="reports", stop=stop, within_s=_END_S))
 
 
@@ -212,12 +216,12 @@ class _Heard:
         return was_listening
 
 
-def _listen(work: Any, message: Tensor, rank: int, name: int, heard: _Heard) -> None:
+def _listen(work: Any, message: Tensor, rank: int, names: Sequence[int], heard: _Heard) -> None:
     """Wait for one rank's message. This does not refer to the group, so that a group that nobody holds can end."""
     try:
         work.wait(_SILENCE)
     except RuntimeError:
-        gone = f"rank {name} is gone: its process has ended, or the connection to it is lost"
-        heard.note(rank, Report(rank=name, why="lost", said=gone))
+        gone = f"rank {names[rank]} is gone: its process has ended, or the connection to it is lost"
+        heard.note(rank, Report(rank=names[rank], why="lost", said=gone))
     else:
-        heard.note(rank, Report.decode(message, rank, name))
+        heard.note(rank, Report.decode(message, rank, names))

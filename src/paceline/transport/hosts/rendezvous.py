@@ -29,7 +29,7 @@ from paceline.control.board import Board
 from paceline.control.store_line import StoreLine
 from paceline.control.store_thread import ANSWER_S, StoreThread
 from paceline.control.waiter import Patience
-from paceline.errors import NoRoomError, PacelineError, RankLostError
+from paceline.errors import DisagreementError, NoRoomError, PacelineError, RankLostError
 from paceline.transport.shm import codes, kernel
 from paceline.transport.shm.segment import Segment
 
@@ -38,6 +38,7 @@ W = TypeVar("W", bound=tuple[Any, ...])
 _PROBE_BYTES = 4096
 _TIMEOUT = timedelta(minutes=5)
 _SECRET_BYTES = 16
+_TEXT_CHARACTERS = 1000
 
 # Two ranks that are threads of one process cannot use the transport, because record locks belong to the process. Ranks
 # recognise such a case by this token.
@@ -72,7 +73,7 @@ class _View(NamedTuple):
 
     def ranks(self) -> tuple[int, ...]:
         """The ranks that it shares memory with. ``seen`` holds them as bytes, 4 for each rank."""
-        return struct.unpack(f"<{len(self.seen) // 4}I", self.seen)
+        return struct.unpack(f"<{len(self.seen) // 4}I", self.seen[: len(self.seen) // 4 * 4])
 
 
 class _Acceptance(NamedTuple):
@@ -125,7 +126,7 @@ def meet(
             hosts = _partition([view.ranks() for view in views])
             if hosts is None:
                 return HostMap(hosts=_apart(size), reason=_disorder(views, names), store=talk.store)
-            reason = _first([view.problem for view in views], names)
+            reason = _first([view.problem for view in views], names) or _unnamed(hosts, views, names)
             if reason is None:
                 opening.join(views[seen[0]].control)
             acceptances = talk.exchange(_Acceptance, _Acceptance(opening.problem))
@@ -173,6 +174,8 @@ def _errors_explained() -> Iterator[None]:
     """Turn errors of the store into errors about the group that cannot be made."""
     try:
         yield
+    except DisagreementError:
+        raise
     except RuntimeError as error:
         raise RankLostError(f"a process group could not be made: {error}") from error
 
@@ -262,7 +265,8 @@ def _is_seen(hello: _Hello) -> bool:
 
 def _first(problems: Sequence[str], names: Sequence[int]) -> str | None:
     """The lowest rank's problem, with its rank."""
-    return next((f"rank {rank}: {problem}" for rank, problem in zip(names, problems, strict=True) if problem), None)
+    told = zip(names, problems, strict=True)
+    return next((f"rank {rank}: {problem[:_TEXT_CHARACTERS]}" for rank, problem in told if problem), None)
 
 
 def _incompatible(hellos: Sequence[_Hello], names: Sequence[int]) -> str | None:
@@ -290,10 +294,20 @@ def _partition(seen: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...] | N
     return tuple(hosts)
 
 
-def _disorder(views: Sequence[_View], names: Sequence[int]) -> str:
-    said = ", ".join(
-        f"rank {rank} sees {[names[other] for other in view.ranks()]}" for rank, view in zip(names, views, strict=True)
+def _unnamed(hosts: Sequence[Sequence[int]], views: Sequence[_View], names: Sequence[int]) -> str | None:
+    """The reason why ranks cannot join: a host's lowest rank has named no segment, and has told no problem."""
+    leaders = [ranks[0] for ranks in hosts if len(ranks) > 1]
+    return next(
+        (f"rank {names[rank]} has named no control segment" for rank in leaders if not views[rank].control), None
     )
+
+
+def _disorder(views: Sequence[_View], names: Sequence[int]) -> str:
+    def sees(view: _View) -> str:
+        # A rank that is broken may see anything.
+        return str([names[other] if other < len(names) else f"{other}?" for other in view.ranks()[: len(names)]])
+
+    said = ", ".join(f"rank {rank} sees {sees(view)}" for rank, view in zip(names, views, strict=True))
     return f"ranks do not agree on whose shared memory they see ({said})"
 
 

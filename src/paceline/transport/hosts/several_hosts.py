@@ -121,7 +121,7 @@ class SeveralHosts:
                 what = self._words("all_reduce", tensor, op=op)
                 self._leaders.all_reduce(tensor, op=fold, what=what, timeout_s=limits.between_s)
                 if op is Op.AVG:
-                    tensor.div_(self._size)
+                    _divide(tensor, self._size)
             self._inside.broadcast(tensor, 0, limits.after).wait()
 
         return self._submit("all_reduce", stages, terms)
@@ -139,7 +139,7 @@ class SeveralHosts:
                 what = self._words("reduce", tensor, op=op, root=root)
                 self._leaders.reduce(total, root=home, op=fold, what=what, timeout_s=limits.between_s)
                 if op is Op.AVG and self._mine == home:
-                    total.div_(self._size)
+                    _divide(total, self._size)
             to = self._hosts[home].index(root)
             if self._mine == home and to != 0:
                 pieces = [total if local == to else None for local in range(self._inside.size)]
@@ -163,7 +163,7 @@ class SeveralHosts:
                 self._leaders.reduce_scatter(block, rows, op=fold, what=what, timeout_s=limits.between_s)
             self._hand_out(list(block), output, limits)
             if op is Op.AVG:
-                output.div_(self._size)
+                _divide(output, self._size)
 
         return self._submit("reduce_scatter", stages, terms)
 
@@ -233,7 +233,7 @@ class SeveralHosts:
         return self._submit(name, stages, terms)
 
     def gather_unequal(
-        self, sent: Tensor, dtype: torch.dtype, terms: Terms
+        self, sent: Tensor, dtype: torch.dtype, terms: Terms, *, most_bytes: int
     ) -> tuple[Task, Callable[[], Sequence[Tensor]]]:
         kind, what = Kind.SPARSE_ALL_REDUCE, f"sparse all_reduce({str(dtype).removeprefix('torch.')})"
         found: list[Tensor] = []
@@ -247,6 +247,12 @@ class SeveralHosts:
                 if other != dtypes[0]:
                     raise DisagreementError(
                         f"all_reduce: the sparse tensors of ranks {self.names[0]} and {name} differ in dtype"
+                    )
+            for name, announced in zip(self.names, nbytes, strict=True):
+                if not 0 <= announced <= most_bytes:
+                    raise DisagreementError(
+                        f"all_reduce: rank {name} announces a sparse tensor of {announced} bytes, and here one has at "
+                        f"most {most_bytes}: do the tensors of ranks differ in shape?"
                     )
             # All parts get the same length, as leaders exchange rows.
             padded = sent.new_zeros(max(nbytes))
@@ -349,9 +355,18 @@ class SeveralHosts:
 
 def _fold_of(op: Op, tensor: Tensor) -> Op:
     """What stages do for ``op``: a mean is a sum that is divided at the end."""
-    if tensor.dtype is torch.uint64 and op in (Op.MIN, Op.MAX):
+    if tensor.dtype is torch.uint64 and op in (Op.MIN, Op.MAX, Op.AVG):
         raise BadCollectiveError(f"{op.name} of torch.uint64 cannot be taken between hosts: use torch.int64")
     return Op.SUM if op is Op.AVG else op
+
+
+def _divide(total: Tensor, by: int) -> None:
+    """Make a mean of a sum. Integers are rounded toward zero, as they are inside a host."""
+    if total.is_floating_point() or total.is_complex():
+        total.div_(by)
+    else:
+        # torch does not divide all kinds of integers.
+        total.copy_(total.long().div_(by, rounding_mode="trunc"))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

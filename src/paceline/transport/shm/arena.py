@@ -20,7 +20,7 @@ from paceline.control.tensor_line import TensorLine
 from paceline.errors import PacelineError
 from paceline.transport.shm.codes import Kind
 from paceline.transport.shm.kernel import Endpoint, Job
-from paceline.transport.shm.segment import Segment
+from paceline.transport.shm.segment import Segment, end_copies
 
 _logger = logging.getLogger("paceline")
 _has_said = False
@@ -47,6 +47,7 @@ class Arenas:
         except (PacelineError, OSError) as error:
             own, problem = None, str(error)
         mapped: list[Segment] = []
+        agreed = False
         try:
             gather = partial(self._all_gather, wait)
             line = TensorLine(gather, name=f"arena {number}", rank=self._endpoint.rank, size=self._endpoint.size)
@@ -57,7 +58,8 @@ class Arenas:
         finally:
             if own is not None:
                 own.unlink()
-                own.close_file()
+                if not agreed:
+                    own.close_file()
         if own is None or not agreed:
             for segment in mapped:
                 segment.close()
@@ -70,7 +72,8 @@ class Arenas:
         # mapping itself would be too late: when we hear of its end, its addresses may be somebody else's already.
         window = (ctypes.c_char * own.nbytes).from_buffer(own.memory)
         tensor = torch.frombuffer(window, dtype=torch.uint8)
-        weakref.finalize(window, _forget, weakref.ref(self), number).atexit = False
+        weakref.finalize(window, _forget, weakref.ref(self), number, own.address).atexit = False
+        own.copy_in_forks()
         return tensor[:nbytes]
 
     def close(self) -> None:
@@ -126,7 +129,8 @@ def _say(problem: str) -> None:
         _logger.warning("paceline: buckets are not in shared memory, and are copied instead: %s", problem)
 
 
-def _forget(arenas: weakref.ref[Arenas], number: int) -> None:
+def _forget(arenas: weakref.ref[Arenas], number: int, address: int) -> None:
+    end_copies(address)
     found = arenas()
     if found is not None:
         found.forget(number)

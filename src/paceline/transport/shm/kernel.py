@@ -305,7 +305,8 @@ class Endpoint:
             with self._lock:
                 endpoint = self._endpoint or self._closing
                 if endpoint is not None:
-                    self._library.pl_poison(endpoint, cause.encode(), -1 if blamed is None else blamed, outcome)
+                    text = cause.encode(errors="backslashreplace")
+                    self._library.pl_poison(endpoint, text, -1 if blamed is None else blamed, outcome)
 
     def close(self) -> None:
         """Finish what was started, then leave the group; ranks that wait for this one from now on are told."""

@@ -114,7 +114,7 @@ class OneHost:
         return self._move(_spans(sends), _spans(recvs), kept, terms, same=False, kind=kind, root=root)
 
     def gather_unequal(
-        self, sent: Tensor, dtype: torch.dtype, terms: Terms
+        self, sent: Tensor, dtype: torch.dtype, terms: Terms, *, most_bytes: int
     ) -> tuple[Job, Callable[[], Sequence[Tensor]]]:
         job = self.endpoint.gather_unequal(
             *span(sent), kind=Kind.SPARSE_ALL_REDUCE, dtype=dtype, timeout_s=terms.timeout_s, keep=sent

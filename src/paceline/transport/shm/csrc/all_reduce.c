@@ -27,6 +27,9 @@ static void all_reduce_small(pl_endpoint *ep, pl_job *job, const pl_fold *fold) 
 
 /* -- in place ------------------------------------------------------------------------------------------------------ */
 
+/* Loops over elements rely on it. Complex numbers are pairs. */
+static uint64_t alignment(const pl_fold *fold) { return min_u64(fold->item_bytes, 8); }
+
 /* [Note: zero copy]
  * The tensors of all ranks are in one arena, which everybody has mapped. Between the gate of the round that posted the
  * descriptors and the arrival at the next, rank r alone touches share r of all ranks' tensors: it reads each of them,
@@ -34,11 +37,18 @@ static void all_reduce_small(pl_endpoint *ep, pl_job *job, const pl_fold *fold) 
  * each tensor is read once and written once, by one rank, which is the least there can be.
  */
 static int all_reduce_in_place(pl_endpoint *ep, pl_job *job, const pl_fold *fold, const pl_arena *arena) {
+    const uint64_t nbytes = job->count * fold->item_bytes;
     const uint64_t item = fold->item_bytes, size = (uint64_t)ep->size;
     const uint64_t share = pl_round_up((job->count + size - 1) / size, GRAIN_BYTES);
     const uint64_t begin = share * (uint64_t)ep->rank, count = part_of(job->count, (uint64_t)ep->rank, share);
     void *tensors[PL_MAX_RANKS];
-    for (int r = 0; r < ep->size; r++) tensors[r] = arena->bases[r] + posted_descriptor(ep, r)->offset + begin * item;
+    for (int r = 0; r < ep->size; r++) {
+        uint64_t offset = PL_ONCE(posted_descriptor(ep, r)->offset);
+        if (r == ep->rank) offset = (uint64_t)(job->dst - arena->bases[r]);
+        if (offset > arena->nbytes || nbytes > arena->nbytes - offset || offset % alignment(fold))
+            return pl_overwritten(ep, job, "where in an arena the tensor of rank %d is", ep->names[r]);
+        tensors[r] = arena->bases[r] + offset + begin * item;
+    }
     pl_fold_run(fold, tensors, ep->size, (const void *const *)tensors, ep->size, count);
     pl_fault(PL_AT_REDUCED);
     ep->round++;
@@ -167,9 +177,9 @@ static int all_reduce_large(pl_endpoint *ep, pl_job *job, const pl_fold *fold, c
     }
     int in_arena = 0, in_same = 0;
     for (int r = 0; r < ep->size; r++) {
-        const uint64_t theirs = posted_descriptor(ep, r)->arena;
+        const uint64_t theirs = r == ep->rank ? d.arena : PL_ONCE(posted_descriptor(ep, r)->arena);
         in_arena += theirs != 0;
-        in_same += theirs != 0 && theirs == posted_descriptor(ep, 0)->arena;
+        in_same += theirs != 0 && theirs == d.arena;
     }
     if (in_same == ep->size) return all_reduce_in_place(ep, job, fold, arena);
     /* Ranks whose tensors are in an arena have not staged them: if there are any, all begin anew in the next round. */
@@ -184,7 +194,7 @@ void pl_run_all_reduce(pl_endpoint *ep, pl_job *job) {
         all_reduce_small(ep, job, &fold);
         return;
     }
-    pl_arena *arena = pl_arena_pin(ep, job->dst, nbytes);
+    pl_arena *arena = (uintptr_t)job->dst % alignment(&fold) ? NULL : pl_arena_pin(ep, job->dst, nbytes);
     /* A tensor in an arena is not copied, unless it turns out later that those of other ranks are elsewhere. */
     ep->copying = pl_copying_start(ep->habits[PL_FORM_ALL_REDUCE], arena ? 0 : nbytes);
     fold.past = ep->copying.past;

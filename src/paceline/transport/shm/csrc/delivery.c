@@ -42,21 +42,30 @@ void pl_ring_all_bells(pl_endpoint *ep) {
     for (int r = 0; r < ep->size; r++) ring_bell(pl_seat_of(ep, r));
 }
 
+/* -- rings --------------------------------------------------------------------------------------------------------- */
+
+/* Always false: nothing can be moved. */
+static int ring_overwritten(pl_endpoint *ep, int from, int to) {
+    return pl_overwritten(ep, NULL, "the ring from rank %d to rank %d", ep->names[from], ep->names[to]);
+}
+
 /* -- sending ------------------------------------------------------------------------------------------------------- */
 
 /* Send as much of a message as there is room for, its header first. False if there is no room. */
-static int send_some(pl_endpoint *ep, pl_job *job, pl_ring *ring) {
-    uint64_t room = ring_room(ep, ring), before = job->done_bytes;
+static int send_some(pl_endpoint *ep, pl_job *job, pl_ring *ring, uint64_t *sent) {
+    uint64_t room, before = job->done_bytes;
     int moved = 0;
+    if (!ring_room(ep, ring, *sent, &room)) return ring_overwritten(ep, ep->rank, job->peer);
     if (!job->announced && room >= sizeof(message_header)) {
         message_header header = {.nbytes = job->count, .tag = job->tag};
-        ring_write(ep, ring, &header, sizeof header);
+        header.check = header_check(&header, *sent);
+        ring_write(ep, ring, sent, &header, sizeof header);
         room -= sizeof header;
         job->announced = moved = 1;
     }
     if (job->announced && room && job->done_bytes < job->count) {
         uint64_t left = job->count - job->done_bytes, n = left < room ? left : room;
-        ring_write(ep, ring, job->src + job->done_bytes, n);
+        ring_write(ep, ring, sent, job->src + job->done_bytes, n);
         job->done_bytes += n;
     }
     return moved || job->done_bytes != before;
@@ -65,7 +74,7 @@ static int send_some(pl_endpoint *ep, pl_job *job, pl_ring *ring) {
 static int push_out(pl_endpoint *ep, pl_post *post, int to) {
     pl_ring *ring = pl_ring_between(ep, ep->rank, to);
     int moved = 0;
-    for (pl_job *job; (job = post->sends[to].first) && send_some(ep, job, ring);) {
+    for (pl_job *job; (job = post->sends[to].first) && send_some(ep, job, ring, &post->sent[to]);) {
         moved = 1;
         pl_fault(PL_AT_SENDING);
         if (job->done_bytes < job->count) break;
@@ -117,8 +126,18 @@ static void remove_stashed(pl_post *post, stashed *message) {
     free(message);
 }
 
+/* Nobody knows where the next message begins, so that all that is in the ring, and comes, is dropped. */
+static void drop_all(pl_endpoint *ep, int source, incoming *in) {
+    ring_overwritten(ep, source, ep->rank);
+    in->header.nbytes = UINT64_MAX;
+}
+
 static void put_aside(pl_endpoint *ep, pl_post *post, int source, incoming *in) {
     stashed **at = &post->aside;
+    if (in->header.nbytes > ep->most_bytes) {
+        drop_all(ep, source, in);
+        return;
+    }
     in->aside = malloc(sizeof(stashed) + in->header.nbytes);
     if (!in->aside) {
         pl_set_poison(ep, PL_MEMORY, ep->names[ep->rank], "no memory to set aside a message that nobody waited for");
@@ -157,21 +176,23 @@ static void end_message(pl_post *post, incoming *in) {
 static int pull_in(pl_endpoint *ep, pl_post *post, int source) {
     pl_ring *ring = pl_ring_between(ep, source, ep->rank);
     incoming *in = &post->in[source];
+    uint64_t filled, *taken = &post->taken[source];
     int moved = 0;
     while (is_looked_for(post, source)) {
-        uint64_t filled = ring_filled(ring);
+        if (!ring_filled(ep, ring, *taken, &filled)) return ring_overwritten(ep, source, ep->rank);
         if (!in->active) {
             if (filled < sizeof in->header) break;
-            ring_read(ep, ring, &in->header, sizeof in->header);
+            const uint64_t at = *taken;
+            ring_read(ep, ring, taken, &in->header, sizeof in->header);
             filled -= sizeof in->header;
-            in->active = 1;
-            begin_message(ep, post, source, in);
-            moved = 1;
+            in->active = moved = 1;
+            if (in->header.check == header_check(&in->header, at)) begin_message(ep, post, source, in);
+            else drop_all(ep, source, in);
         }
         uint64_t left = in->header.nbytes - in->done, n = left < filled ? left : filled;
         if (n) {
             unsigned char *to = in->into ? in->into->dst : in->aside ? in->aside->bytes : NULL;
-            ring_read(ep, ring, to ? to + in->done : NULL, n);
+            ring_read(ep, ring, taken, to ? to + in->done : NULL, n);
             in->done += n;
             moved = 1;
             pl_fault(PL_AT_RECEIVING);

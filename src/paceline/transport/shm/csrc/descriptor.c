@@ -10,7 +10,7 @@ void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes) {
     static const char *const dtypes[PL_DTYPES] = {"float32", "float64", "float16", "bfloat16", "complex64",
                                                   "complex128", "int8", "int16", "int32", "int64",
                                                   "uint8", "uint16", "uint32", "uint64", "bool"};
-    /* Another rank wrote these numbers: they are checked before they are used as indices. */
+    /* Another rank may have written these numbers: they are checked before they are used as indices. */
     const char *kind = d->kind < PL_KINDS ? kinds[d->kind] : "?";
     char root[24] = "";
     if ((int32_t)d->root >= 0) snprintf(root, sizeof root, " root %d", (int)d->root);
@@ -25,10 +25,23 @@ void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes) {
         snprintf(text, bytes, "%s%s", kind, root);
 }
 
-void pl_fail_disagreed(const pl_endpoint *ep, pl_job *job, int one, int other) {
+void pl_describe_posted(const pl_endpoint *ep, int rank, char *text, uint64_t bytes) {
+    const pl_descriptor *posted = posted_descriptor(ep, rank);
+    const pl_descriptor d = {.kind = PL_ONCE(posted->kind), .op = PL_ONCE(posted->op), .dtype = PL_ONCE(posted->dtype),
+                             .root = PL_ONCE(posted->root), .count = PL_ONCE(posted->count),
+                             .flags = PL_ONCE(posted->flags)};
+    pl_describe(&d, text, bytes);
+}
+
+void pl_fail_disagreed(pl_endpoint *ep, pl_job *job, int one, int other) {
     char first[100], second[100];
-    pl_describe(posted_descriptor(ep, one), first, sizeof first);
-    pl_describe(posted_descriptor(ep, other), second, sizeof second);
+    const pl_descriptor mine = pl_descriptor_of(job);
+    if (!is_same_call(posted_descriptor(ep, ep->rank), &mine)) {
+        pl_overwritten(ep, job, "what rank %d is in", ep->names[ep->rank]);
+        return;
+    }
+    pl_describe_posted(ep, one, first, sizeof first);
+    pl_describe_posted(ep, other, second, sizeof second);
     pl_job_fail(job, PL_DISAGREED, ep->names[other],
                 "ranks are in different collectives: rank %d in %s, rank %d in %s; every rank has to call the same "
                 "ones in the same order", ep->names[one], first, ep->names[other], second);

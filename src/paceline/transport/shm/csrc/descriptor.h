@@ -29,9 +29,11 @@ static inline const pl_descriptor *posted_descriptor(const pl_endpoint *ep, int 
 
 /* Write it in words, such as "all_reduce(SUM, 1024 x float32)", for messages. */
 void pl_describe(const pl_descriptor *d, char *text, uint64_t bytes);
+/* The same for what a rank has posted. */
+void pl_describe_posted(const pl_endpoint *ep, int rank, char *text, uint64_t bytes);
 
 /* The job fails, because ranks `one` and `other` are in different collectives. */
-void pl_fail_disagreed(const pl_endpoint *ep, pl_job *job, int one, int other);
+void pl_fail_disagreed(pl_endpoint *ep, pl_job *job, int one, int other);
 
 static inline int is_same_call(const pl_descriptor *a, const pl_descriptor *b) {
     const int same_dtype = a->dtype == b->dtype || a->dtype == PL_NO_DTYPE || b->dtype == PL_NO_DTYPE;
@@ -41,7 +43,7 @@ static inline int is_same_call(const pl_descriptor *a, const pl_descriptor *b) {
 
 /* After the first gate: are all ranks in the same collective? If not, the job fails. All ranks compare the same
  * descriptors, so all come to the same verdict and stay in step. */
-static inline int agreed(const pl_endpoint *ep, pl_job *job) {
+static inline int agreed(pl_endpoint *ep, pl_job *job) {
     int one = 0, other = 0;
     /* The first rank that has a dtype to compare with, if there is one. */
     while (one < ep->size - 1 && posted_descriptor(ep, one)->dtype == PL_NO_DTYPE) one++;

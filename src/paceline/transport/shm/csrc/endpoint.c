@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include "wait.h"
@@ -120,6 +121,14 @@ static const char *join(pl_endpoint *ep) {
     return refused;
 }
 
+/* More than any rank can have to send, and far from where sums of sizes wrap around. */
+static uint64_t memory_of_the_machine(void) {
+    const uint64_t most = UINT64_C(1) << 56;
+    struct sysinfo info;
+    if (sysinfo(&info) != 0 || info.totalram + info.totalswap > most / info.mem_unit) return most;
+    return (info.totalram + info.totalswap) * info.mem_unit;
+}
+
 static pl_endpoint *new_endpoint(void *base, int fd, int rank, int size, const int *names) {
     pl_endpoint *ep = calloc(1, sizeof *ep);
     if (!ep) return NULL;
@@ -130,6 +139,7 @@ static pl_endpoint *new_endpoint(void *base, int fd, int rank, int size, const i
     ep->fd = fd;
     ep->fork_generation = fork_generation;
     ep->half_bytes = pl_half_bytes(size);
+    ep->most_bytes = memory_of_the_machine();
     ep->round = 1;
     ep->spin_ns = INT64_MAX;
     for (int r = 0; r < size; r++) ep->names[r] = names ? names[r] : r;

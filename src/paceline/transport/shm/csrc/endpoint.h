@@ -82,6 +82,8 @@ struct pl_endpoint {
     int fork_generation;
     int names[PL_MAX_RANKS];
     atomic_int has_poisoned;
+    atomic_int is_over;  /* this rank knows that the group is poisoned, even if somebody overwrites the word */
+    uint64_t most_bytes; /* the memory of the machine: no rank has more to send */
     atomic_int has_spin; /* the next two are settled, and stay */
     _Atomic int64_t inline_spin_ns, worker_spin_ns;
 
@@ -132,6 +134,9 @@ int pl_still_fine(pl_endpoint *ep, pl_job *job);
 int pl_is_there(pl_endpoint *ep, pl_job *job, int rank);
 void pl_set_poison(pl_endpoint *ep, enum pl_status status, int blamed, const char *text);
 int pl_is_poisoned(const pl_endpoint *ep);
+/* The control segment holds what no rank has written ([Note: overwritten] in layout.h): poison the group, and fail the
+ * job, if there is one. `format` says where that was seen. Returns false. */
+int pl_overwritten(pl_endpoint *ep, pl_job *job, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* -- collective.c -------------------------------------------------------------------------------------------------- */
 

@@ -16,6 +16,18 @@ static void post_tables(pl_endpoint *ep, const pl_job *job) {
     }
 }
 
+/* What rank `s` has said that it sends to `d`, and what `d` has said that it expects from `s`. What this rank has said
+ * it knows by itself ([Note: overwritten] in layout.h). */
+static uint64_t told_out(const pl_endpoint *ep, const pl_job *job, int s, int d) {
+    if (s == ep->rank) return job->send_sizes[job->same ? 0 : d];
+    return PL_ONCE(pl_seat_of(ep, s)->out[ep->round & 1][d]);
+}
+
+static uint64_t told_in(const pl_endpoint *ep, const pl_job *job, int d, int s) {
+    if (d == ep->rank) return job->recv_sizes[s];
+    return PL_ONCE(pl_seat_of(ep, d)->in[ep->round & 1][s]);
+}
+
 /* Bytes, or elements, that this rank stages for others. */
 static uint64_t sent(const pl_endpoint *ep, const pl_job *job) {
     uint64_t all = 0;
@@ -29,14 +41,13 @@ static uint64_t sent(const pl_endpoint *ep, const pl_job *job) {
 /* Does every rank send what the receiver expects? Every rank checks all pairs, so that all fail or none does. `largest`
  * is the size of the largest piece that travels, which decides how many rounds are needed. */
 static int tables_match(pl_endpoint *ep, pl_job *job, uint64_t *largest) {
-    const uint64_t half = ep->round & 1;
     *largest = 0;
     for (int s = 0; s < ep->size; s++)
         for (int d = 0; d < ep->size; d++) {
-            uint64_t out = pl_seat_of(ep, s)->out[half][d], in = pl_seat_of(ep, d)->in[half][s];
+            const uint64_t out = told_out(ep, job, s, d), in = told_in(ep, job, d, s);
             if (out != in) {
                 char what[100];
-                pl_describe(posted_descriptor(ep, s), what, sizeof what);
+                pl_describe_posted(ep, s, what, sizeof what);
                 pl_job_fail(job, PL_DISAGREED, ep->names[d],
                             "%s: rank %d sends %llu bytes to rank %d, which expects %llu", what, ep->names[s],
                             (unsigned long long)out, ep->names[d], (unsigned long long)in);
@@ -53,7 +64,13 @@ static int make_room(pl_endpoint *ep, pl_job *job, uint64_t *largest) {
     uint64_t *recvs = job->tables + 2 * n, *sizes = job->tables + 3 * n, all = 0;
     *largest = 0;
     for (int s = 0; s < ep->size; s++) {
-        sizes[s] = pl_seat_of(ep, s)->out[ep->round & 1][s];
+        /* A rank sends the same to all, and says so as many times. */
+        sizes[s] = told_out(ep, job, s, 0);
+        for (int d = 1; d < ep->size; d++)
+            if (told_out(ep, job, s, d) != sizes[s])
+                return pl_overwritten(ep, job, "how much rank %d sends", ep->names[s]);
+        if (sizes[s] > ep->most_bytes)
+            return pl_overwritten(ep, job, "that rank %d sends %llu bytes", ep->names[s], (unsigned long long)sizes[s]);
         recvs[s] = all; /* an offset, until there is an address to add it to */
         all += pl_round_up(sizes[s], GRAIN_BYTES);
         if (sizes[s] > *largest) *largest = sizes[s];
@@ -106,6 +123,8 @@ void pl_run_exchange(pl_endpoint *ep, pl_job *job) {
     post_descriptor(ep, pl_descriptor_of(job));
     post_tables(ep, job);
     for (uint64_t k = 0; k < rounds; k++) {
+        /* How many rounds there are is only what others say: they end with the job's time at the latest. */
+        if (k > 0 && !pl_still_fine(ep, job)) return;
         stage_pieces(ep, job, k, piece);
         if (k == 0) pl_copying_pause(&ep->copying);
         if (!pl_pass(ep, job)) return;
@@ -116,7 +135,7 @@ void pl_run_exchange(pl_endpoint *ep, pl_job *job) {
                 ep->round++;
                 return;
             }
-            rounds = largest ? (largest + piece - 1) / piece : 1;
+            rounds = largest ? (largest - 1) / piece + 1 : 1;
             if (job->recv_sizes[me])
                 memmove((char *)job->recvs[me], (const char *)job->sends[job->same ? 0 : me], job->recv_sizes[me]);
         }
@@ -129,13 +148,12 @@ void pl_run_exchange(pl_endpoint *ep, pl_job *job) {
 /* -- reduce_exchange ----------------------------------------------------------------------------------------------- */
 
 static int counts_match(pl_endpoint *ep, pl_job *job) {
-    const uint64_t half = ep->round & 1;
     for (int s = 1; s < ep->size; s++)
         for (int d = 0; d < ep->size; d++) {
-            uint64_t a = pl_seat_of(ep, 0)->out[half][d], b = pl_seat_of(ep, s)->out[half][d];
+            const uint64_t a = told_out(ep, job, 0, d), b = told_out(ep, job, s, d);
             if (a == b) continue;
             char what[100];
-            pl_describe(posted_descriptor(ep, s), what, sizeof what);
+            pl_describe_posted(ep, s, what, sizeof what);
             pl_job_fail(job, PL_DISAGREED, ep->names[s],
                         "%s: the piece for rank %d has %llu elements on rank %d and %llu on rank %d", what,
                         ep->names[d], (unsigned long long)a, ep->names[0], (unsigned long long)b, ep->names[s]);

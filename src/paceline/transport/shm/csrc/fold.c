@@ -87,12 +87,29 @@ PAIR(bool_xor, uint8_t, (x != 0) ^ (y != 0))
         INDEPENDENT for (uint64_t i = 0; i < n; i++) o[i] = p[i] / s;                   \
     }
 
+/* Integers are rounded toward zero. */
 DIVIDE(f32, float)
 DIVIDE(f64, double)
+DIVIDE(i8, int8_t)
+DIVIDE(i16, int16_t)
+DIVIDE(i32, int32_t)
+DIVIDE(i64, int64_t)
+DIVIDE(u8, uint8_t)
+DIVIDE(u16, uint16_t)
+DIVIDE(u32, uint32_t)
+DIVIDE(u64, uint64_t)
+
+/* By dtype; 0 where there is no mean. */
+typedef void divide_fn(void *out, const void *a, uint64_t n, double by);
+static divide_fn *const divisions[PL_DTYPES] = {
+    [PL_F32] = f32_divide, [PL_F64] = f64_divide, [PL_C64] = f32_divide, [PL_C128] = f64_divide,
+    [PL_I8] = i8_divide,   [PL_I16] = i16_divide, [PL_I32] = i32_divide, [PL_I64] = i64_divide,
+    [PL_U8] = u8_divide,   [PL_U16] = u16_divide, [PL_U32] = u32_divide, [PL_U64] = u64_divide,
+};
 
 #define FLOAT_ROW(name) {name##_sum, name##_sum, name##_product, name##_min, name##_max, 0, 0, 0}
 #define INTEGER_ROW(name) \
-    {name##_sum, 0, name##_product, name##_min, name##_max, name##_band, name##_bor, name##_bxor}
+    {name##_sum, name##_sum, name##_product, name##_min, name##_max, name##_band, name##_bor, name##_bxor}
 
 /* By dtype and op; 0 where there is no such thing. Complex numbers are added as pairs of floats (pl_fold_run). */
 static pair_fn *const pairs[PL_DTYPES][PL_OPS] = {
@@ -191,7 +208,6 @@ const char *pl_fold_refused(int dtype, int op) {
 static void fold_native(const pl_fold *f, void *out, void *also, const void *const *ins, int n_ins, uint64_t at,
                         uint64_t n, uint64_t item) {
     _Alignas(64) unsigned char between[BLOCK * 8];
-    const int is_double = f->dtype == PL_F64 || f->dtype == PL_C128;
     const int divides = f->op == PL_AVG;
     const void *so_far = (const char *)ins[0] + at * item;
     for (int k = 1; k < n_ins; k++) {
@@ -203,7 +219,7 @@ static void fold_native(const pl_fold *f, void *out, void *also, const void *con
     }
     if (n_ins > 1 && !divides) return;
     /* What is left is a single input, or a sum that is still to be divided. */
-    if (divides && n_ins > 1) (is_double ? f64_divide : f32_divide)(out, so_far, n, n_ins);
+    if (divides && n_ins > 1) divisions[f->dtype](out, so_far, n, n_ins);
     else memmove(out, so_far, n * item);
     if (also) memcpy(also, out, n * item);
 }

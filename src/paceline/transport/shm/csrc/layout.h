@@ -22,6 +22,14 @@
  * A zero-copy all_reduce (all_reduce.c) also touches arenas. It does so only between the gate of its first round and
  * the arrival at its last, and each rank touches only its own share. A staged all_reduce of two ranks writes into the
  * other rank's half. It does so only between the gate of k and the arrival at k + 1, and each rank only its own piece.
+ *
+ * [Note: overwritten]
+ * Every rank can write to all of the control segment, and a wild pointer of one of them may. So a rank believes nothing
+ * in it. What decides an index, an address, a size, a number of rounds or how a job ends is read once (PL_ONCE), as it
+ * may change between two looks, and is held against what the rank knows by itself: the number of ranks, its own sizes,
+ * the size of a ring or an arena, the memory of the machine. What this rank itself has written is not read back. What
+ * cannot be true ends the group with an error that says so (pl_overwritten). What can be true but is not may give wrong
+ * data, a wrong error, or a wait until the deadline. tests/transport/sanitize/overwrite.c tries it.
  */
 #ifndef PACELINE_LAYOUT_H
 #define PACELINE_LAYOUT_H
@@ -32,7 +40,7 @@
 #include "pl.h"
 
 #define PL_MAGIC UINT64_C(0x31656e696c636170) /* "pacline1" */
-#define PL_LAYOUT 4                           /* changes with any type or size in this file */
+#define PL_LAYOUT 5                           /* changes with any type or size in this file, or in a ring */
 /* Many x86 CPUs fetch lines of 64 bytes in pairs, and on other CPUs a line has 128 bytes. */
 #define PL_LINE 128
 #define PL_CAUSE_BYTES 320
@@ -44,6 +52,9 @@ _Static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "atomic
 _Static_assert(sizeof(_Atomic uint32_t) == 4, "a futex is 32 bits");
 
 #define PL_ALIGNED _Alignas(PL_LINE)
+
+/* A plain word of the segment, read exactly once: the compiler may not look again ([Note: overwritten]). */
+#define PL_ONCE(word) (*(const volatile __typeof__(word) *)&(word))
 
 /* What a rank is doing; compared after the first round of each collective. */
 typedef struct {

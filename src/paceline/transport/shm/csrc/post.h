@@ -9,7 +9,14 @@
 typedef struct {
     uint64_t nbytes;
     int64_t tag;
+    uint64_t check; /* a header that was overwritten, or is not where a message begins, does not fit it */
 } message_header;
+
+/* `at` is the ring's counter where the header begins. */
+static inline uint64_t header_check(const message_header *header, uint64_t at) {
+    return PL_MAGIC + header->nbytes * UINT64_C(0x9e3779b97f4a7c15) +
+           (uint64_t)header->tag * UINT64_C(0xbf58476d1ce4e5b9) + at * UINT64_C(0x94d049bb133111eb);
+}
 
 /* A message that was moved aside ([Note: stash] in delivery.c). */
 typedef struct stashed {
@@ -40,6 +47,7 @@ typedef struct pl_post {
     pl_job_list sends[PL_MAX_RANKS];
     pl_job_list recvs; /* not matched yet, in the order they were asked for */
     incoming in[PL_MAX_RANKS];
+    uint64_t sent[PL_MAX_RANKS], taken[PL_MAX_RANKS]; /* this rank's counters of its rings */
     stashed *aside; /* in the order they came */
 } pl_post;
 

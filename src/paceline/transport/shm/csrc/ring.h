@@ -9,29 +9,38 @@
 /* A counter is read with acquire before bytes are touched, and stored with release afterwards (here all of it is
  * seq_cst). So the bytes that a reader sees counted are written, and the room that a writer sees counted is free. */
 
-static inline uint64_t ring_room(const pl_endpoint *ep, const pl_ring *ring) {
-    return pl_ring_bytes(ep->size) - (atomic_load(&ring->tail) - atomic_load(&ring->head));
+/* Each of the two is false if the ring's counters were overwritten. `own` is the counter of this rank, as it knows it
+ * by itself ([Note: overwritten] in layout.h). */
+
+static inline int ring_room(const pl_endpoint *ep, const pl_ring *ring, uint64_t own, uint64_t *room) {
+    const uint64_t tail = atomic_load(&ring->tail), filled = tail - atomic_load(&ring->head);
+    const uint64_t all = pl_ring_bytes(ep->size);
+    *room = all - filled;
+    return tail == own && filled <= all;
 }
 
-static inline uint64_t ring_filled(const pl_ring *ring) { return atomic_load(&ring->tail) - atomic_load(&ring->head); }
+static inline int ring_filled(const pl_endpoint *ep, const pl_ring *ring, uint64_t own, uint64_t *filled) {
+    const uint64_t tail = atomic_load(&ring->tail), head = atomic_load(&ring->head);
+    *filled = tail - head;
+    return head == own && *filled <= pl_ring_bytes(ep->size);
+}
 
-static inline void ring_write(const pl_endpoint *ep, pl_ring *ring, const void *from, uint64_t n) {
-    const uint64_t room = pl_ring_bytes(ep->size), tail = atomic_load(&ring->tail), at = tail % room;
-    const uint64_t first = n < room - at ? n : room - at;
+/* There has to be room for `n` bytes. */
+static inline void ring_write(const pl_endpoint *ep, pl_ring *ring, uint64_t *own, const void *from, uint64_t n) {
+    const uint64_t room = pl_ring_bytes(ep->size), at = *own % room, first = n < room - at ? n : room - at;
     memcpy(ring->bytes + at, from, first);
     memcpy(ring->bytes, (const char *)from + first, n - first);
-    atomic_store(&ring->tail, tail + n);
+    atomic_store(&ring->tail, *own += n);
 }
 
-/* If `to` is NULL, the bytes are dropped. */
-static inline void ring_read(const pl_endpoint *ep, pl_ring *ring, void *to, uint64_t n) {
-    const uint64_t room = pl_ring_bytes(ep->size), head = atomic_load(&ring->head), at = head % room;
-    const uint64_t first = n < room - at ? n : room - at;
+/* There have to be `n` bytes. If `to` is NULL, they are dropped. */
+static inline void ring_read(const pl_endpoint *ep, pl_ring *ring, uint64_t *own, void *to, uint64_t n) {
+    const uint64_t room = pl_ring_bytes(ep->size), at = *own % room, first = n < room - at ? n : room - at;
     if (to) {
         memcpy(to, ring->bytes + at, first);
         memcpy((char *)to + first, ring->bytes, n - first);
     }
-    atomic_store(&ring->head, head + n);
+    atomic_store(&ring->head, *own += n);
 }
 
 #endif

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -24,8 +25,16 @@
 
 static uint32_t gate_target(const pl_endpoint *ep) { return (uint32_t)(ep->round * (uint64_t)ep->size); }
 
-/* Counters wrap around; a rank is never more than one round ahead, so the sign of the difference tells. */
-static int reached(uint32_t arrivals, uint32_t target) { return (int32_t)(arrivals - target) >= 0; }
+/* Counters wrap around, so differences tell. While we are at a gate, others may have arrived at the next one, but
+ * cannot have passed it. */
+static int reached(const pl_endpoint *ep, uint32_t arrivals, uint32_t target) {
+    return arrivals - target < (uint32_t)ep->size;
+}
+
+/* All ranks have passed the gate before this one. */
+static int is_possible(const pl_endpoint *ep, uint32_t arrivals, uint32_t target) {
+    return arrivals - target + (uint32_t)ep->size < 2 * (uint32_t)ep->size;
+}
 
 /* True if this was the last arrival: then the gate is open. */
 static int arrive(pl_endpoint *ep) {
@@ -44,7 +53,7 @@ static int spin_for(pl_endpoint *ep, int64_t spin_ns) {
     int64_t end = 0;
     for (;;) {
         for (int i = 0; i < 64; i++) {
-            if (reached(atomic_load_explicit(&ep->header->arrivals, memory_order_acquire), target)) return 1;
+            if (reached(ep, atomic_load_explicit(&ep->header->arrivals, memory_order_acquire), target)) return 1;
             if (spin_ns == 0) return 0;
             pl_pause();
         }
@@ -66,8 +75,12 @@ static int sleep_at_gate(pl_endpoint *ep, pl_job *job) {
     atomic_fetch_add_explicit(&h->sleepers, 1, memory_order_seq_cst);
     for (;;) {
         uint32_t seen = atomic_load_explicit(&h->arrivals, memory_order_seq_cst);
-        open = reached(seen, target);
+        open = reached(ep, seen, target);
         if (open || !(fine = pl_still_fine(ep, job))) break;
+        if (!is_possible(ep, seen, target)) {
+            pl_overwritten(ep, job, "the count of arrivals");
+            break;
+        }
         int64_t now = pl_now_ns();
         if (now - looked >= PL_NAP_NS) {
             looked = now;
@@ -146,6 +159,8 @@ int pl_is_there(pl_endpoint *ep, pl_job *job, int rank) {
     uint32_t state = atomic_load_explicit(&pl_seat_of(ep, rank)->state, memory_order_acquire);
     if (state == PL_JOINED && is_alive(ep, rank)) return 1;
     if (state == PL_ABSENT) return 1; /* still starting: the deadline decides */
+    if (state != PL_JOINED && state != PL_GONE)
+        return pl_overwritten(ep, job, "the state of rank %d", ep->names[rank]);
     what_it_does(job, what, sizeof what);
     if (state == PL_GONE) {
         snprintf(text, sizeof text, "rank %d closed the group while rank %d was in %s", ep->names[rank],
@@ -199,20 +214,55 @@ static int is_called_away(pl_endpoint *ep, pl_job *job) {
 }
 
 int pl_is_poisoned(const pl_endpoint *ep) {
-    return atomic_load_explicit(&ep->header->poison, memory_order_relaxed) != 0;
+    return atomic_load_explicit(&ep->header->poison, memory_order_relaxed) != 0 ||
+           atomic_load_explicit(&ep->is_over, memory_order_relaxed);
+}
+
+static void say_overwritten(const pl_endpoint *ep, char text[PL_CAUSE_BYTES], const char *where) {
+    snprintf(text, PL_CAUSE_BYTES,
+             "the control memory of the group was overwritten: rank %d has found in it what no rank writes (%s). Some "
+             "code on a rank of this host, such as an extension in C, writes to memory that is not its own",
+             ep->names[ep->rank], where);
+}
+
+int pl_overwritten(pl_endpoint *ep, pl_job *job, const char *format, ...) {
+    char where[96], text[PL_CAUSE_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(where, sizeof where, format, arguments);
+    va_end(arguments);
+    say_overwritten(ep, text, where);
+    pl_set_poison(ep, PL_POISONED, -1, text);
+    return job ? pl_still_fine(ep, job) : 0;
+}
+
+/* The cause need not end where it should, nor be a text. */
+static void copy_cause(char text[PL_CAUSE_BYTES], const pl_seat *seat) {
+    int n = 0;
+    for (char c; n < PL_CAUSE_BYTES - 1 && (c = PL_ONCE(seat->cause[n])); n++)
+        text[n] = ((unsigned char)c < ' ' && c != '\n' && c != '\t') || c == 127 ? '?' : c;
+    text[n] = 0;
 }
 
 static int fail_with_poison(pl_endpoint *ep, pl_job *job) {
     /* Acquire: the reporter wrote its cause before the word. */
-    uint32_t word = atomic_load_explicit(&ep->header->poison, memory_order_acquire);
-    if (word == 0) return 0;
-    const int reporter = (int)(word >> 8) - 1;
-    if (reporter < 0 || reporter >= ep->size) {
-        pl_job_fail(job, PL_POISONED, -1, "the control segment was overwritten");
-        return 1;
+    const uint32_t word = atomic_load_explicit(&ep->header->poison, memory_order_acquire);
+    if (word == 0 && !atomic_load_explicit(&ep->is_over, memory_order_relaxed)) return 0;
+    atomic_store_explicit(&ep->is_over, 1, memory_order_relaxed);
+    char cause[PL_CAUSE_BYTES] = "";
+    uint32_t status = word & 0xff;
+    int blamed = -1;
+    const uint32_t reporter = (word >> 8) - 1;
+    if (reporter < (uint32_t)ep->size && status >= PL_LOST && status <= PL_MEMORY) {
+        copy_cause(cause, pl_seat_of(ep, (int)reporter));
+        blamed = PL_ONCE(pl_seat_of(ep, (int)reporter)->blamed);
     }
-    const pl_seat *seat = pl_seat_of(ep, reporter);
-    pl_job_fail(job, (enum pl_status)(word & 0xff), seat->blamed, "%.*s", PL_CAUSE_BYTES - 1, seat->cause);
+    if (!cause[0]) {
+        status = PL_POISONED;
+        blamed = -1;
+        say_overwritten(ep, cause, "why the group has failed");
+    }
+    pl_job_fail(job, (enum pl_status)status, blamed, "%s", cause);
     return 1;
 }
 
@@ -232,8 +282,9 @@ void pl_set_poison(pl_endpoint *ep, enum pl_status status, int blamed, const cha
         pl_seat_of(ep, ep->rank)->blamed = blamed;
         atomic_compare_exchange_strong_explicit(&ep->header->poison, &none, word, memory_order_release,
                                                 memory_order_relaxed);
+        atomic_store_explicit(&ep->is_over, 1, memory_order_relaxed);
     } else {
-        /* Another thread of this rank is between the stores above. Its word, or another rank's, is about to come. */
+        /* Another thread of this rank is between the stores above, and about to be done. */
         while (!pl_is_poisoned(ep)) pl_pause();
     }
     pl_wake_all(&ep->header->arrivals);
