@@ -12,7 +12,7 @@ Each folder has one role, and imports run one way: a folder uses only those belo
 - ``gradients``: what there is to reduce: the plan, its buckets, and the memory they live in
 - ``transport``: shared memory between the ranks of a host, as a backend of c10d
 - ``control``: how ranks agree, hear of failures, and find out who is stuck
-- ``errors``, ``settings``, ``threads``, ``code_version``: what every folder may use
+- ``errors``, ``settings``, ``threads``, ``code_version``, ``torch_version``: what every folder may use
 - ``_torch``: every private torch name that is used
 
 Importing the package changes five things in the process:
@@ -24,12 +24,15 @@ Importing the package changes five things in the process:
 - an ``atexit`` function ends the package's threads.
 """
 
+# This comes first, because it says if torch does not fit.
+from paceline import torch_version as _torch_version  # noqa: F401  # isort: skip
 from paceline import errors, hooks, tracing, transport
 from paceline.compiler import compile_module as compile
 from paceline.compiler import explain
 from paceline.ddp.module import DDP, DistributedDataParallel
 from paceline.ddp.precision import MixedPrecision
 from paceline.ddp.replica_check import assert_replicas_equal
+from paceline.ddp.stats import Stats
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.gradients.plan import BucketPlan
 from paceline.run.init import init, shutdown
@@ -43,6 +46,7 @@ __all__ = [
     "BucketPlan",
     "DistributedDataParallel",
     "MixedPrecision",
+    "Stats",
     "SyncBatchNorm",
     "assert_replicas_equal",
     "compile",

@@ -16,6 +16,7 @@
     +-- PeerError              (RuntimeError) another rank is the cause; this group cannot go on
     |   +-- PeerFailedError                   another rank raised
     |   +-- RankLostError                     another rank is gone or silent past the deadline
+    |   |   +-- LoneForwardError              one rank called the wrapper's forward, and others did not
     +-- StoreSilentError       (DistError)    the group's store does not answer
 
 A class with an exception in brackets, or below one, is also that exception. torch's class raises it in the same place,
@@ -58,6 +59,11 @@ class NoRoomError(StateError):
 class DisagreementError(PacelineError, RuntimeError):
     """Ranks differ where they must be alike."""
 
+    def __init__(self, message: str, *, shown_by: int | None = None) -> None:
+        super().__init__(message)
+        self.shown_by = shown_by
+        """If all ranks raise this error and it ends their programs, this rank shows it, and the others refer to it."""
+
 
 class ParameterMismatchError(DisagreementError):
     """Ranks were given different parameters: names, order, shapes, dtypes, strides or requires_grad."""
@@ -85,6 +91,13 @@ class PeerFailedError(PeerError):
 
 class RankLostError(PeerError):
     """Another rank is gone, or stayed silent past the deadline."""
+
+
+class LoneForwardError(RankLostError):
+    """One rank called the wrapper's forward, which broadcasts buffers, and the others did something else.
+
+    Nobody is lost. It is a ``RankLostError`` because the group is out of step, as it is after a loss.
+    """
 
 
 class StoreSilentError(PacelineError, dist.DistError):

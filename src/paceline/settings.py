@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
@@ -15,9 +16,39 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+SECRET = "PACELINE_SECRET"
+"""The variable with the secret of a job. The launcher hands a new one to its ranks."""
+SECRET_CHARACTERS = 32
+"""How many characters a secret has at least: whoever reads a sealed message can try out a shorter one."""
+
+
+def secret() -> bytes:
+    """What the ranks of this job know and nobody else does; empty if there is none. Nothing may print it."""
+    return _checked_secret(environment(SECRET))
+
+
+@functools.lru_cache(maxsize=1)
+def _checked_secret(text: str | None) -> bytes:
+    if text is None:
+        return b""
+    # A variable that is set but empty comes of a script that failed to make a secret, so it does not count as unset.
+    if len(text) < SECRET_CHARACTERS or not (text.isascii() and text.isprintable()):
+        raise BadArgumentError(
+            f"The environment variable {SECRET} must have at least {SECRET_CHARACTERS} printable ASCII characters; it "
+            f"has {len(text)}, which are not shown here. Set it to the same random text on all ranks, such as "
+            "`openssl rand -hex 32` gives, or unset it on all of them."
+        )
+    return text.encode("ascii")
+
+
 def job_directory() -> Path:
     """Where ranks keep files about themselves while they run: ``PACELINE_JOB_DIR``, or a temporary directory."""
     return Path(environment("PACELINE_JOB_DIR") or Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}")
+
+
+def job_directory_is_chosen() -> bool:
+    """Whether the user has chosen that directory. Everybody can foretell the name of the other one."""
+    return bool(environment("PACELINE_JOB_DIR"))
 
 
 @dataclass(frozen=True)

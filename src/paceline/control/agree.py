@@ -1,7 +1,9 @@
 """*Agree*: every rank brings a word, and all ranks learn the same thing: every word, and which ranks are missing.
 
 This is the only way in which the words of all ranks are gathered. The encoding, the bounds, the numbering of turns and
-the refusal of bytes that are not a message are written here, once. What differs is the *line* that words travel over:
+the refusal of bytes that are not a message are written here, once. All ranks bring as many items to a topic, and of the
+same types. A word of another form is refused as well, so that whoever reads the words may rely on their form. What
+differs is the *line* that words travel over:
 
 - `StoreLine` goes over the store. It needs no connection between ranks, so that it works before there is one and after
   one broke, and it can name the ranks that did not come.
@@ -13,12 +15,13 @@ the refusal of bytes that are not a message are written here, once. What differs
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.control import wire
 from paceline.control.wire import Item, MessageKind
-from paceline.errors import BadArgumentError, BadTypeError
+from paceline.errors import BadArgumentError, BadTypeError, DisagreementError
+from paceline.settings import SECRET
 
 Word = tuple[Item, ...]
 
@@ -75,7 +78,10 @@ class Line(ABC):
         self._reader = wire.Reader()
 
     def agree(self, topic: str, *word: Item, timeout_s: float) -> Agreement:
-        """Bring ``word`` and learn what every rank brought. A word consists of 64-bit integers, texts and bytes."""
+        """Bring ``word`` and learn what every rank brought. A word consists of 64-bit integers, texts and bytes.
+
+        Raises ``DisagreementError`` if the words of other ranks were sealed with another secret.
+        """
         _check(topic, word)
         if self.size == 1:
             return Agreement(topic, (word,))
@@ -86,11 +92,26 @@ class Line(ABC):
         except ValueError as error:
             raise BadArgumentError(f"{error} Ranks can agree on a digest of it instead ({topic}).") from error
         found = self.gather(topic, turn, mine, timeout_s=timeout_s)
-        return Agreement(topic, tuple(map(self._read, found, places)))
+        words = [
+            theirs if theirs and _form(theirs) == _form(word) else None for theirs in map(self._read, found, places)
+        ]
+        if None in words:
+            self.refuse_other_secrets(found)
+        return Agreement(topic, tuple(words))
 
     @abstractmethod
     def gather(self, topic: str, turn: int, word: bytes, *, timeout_s: float) -> list[bytes | None]:
         """Everybody's bytes in this turn, by rank; the same on all ranks."""
+
+    def refuse_other_secrets(self, words: Sequence[bytes | None]) -> None:
+        """Raise if some ranks have sealed their words with another secret than this rank has."""
+        others = [rank for rank, word in enumerate(words) if word and wire.has_other_secret(word)]
+        if others:
+            who = f"rank {', '.join(map(str, others))}"
+            raise DisagreementError(
+                f"Ranks were started with different secrets: the messages of {who} do not fit the {SECRET} of this "
+                f"rank ({self.rank}). Set {SECRET} to the same text on all ranks, or unset it on all of them."
+            )
 
     def _read(self, data: bytes | None, place: str) -> Word | None:
         match data and self._reader.read(MessageKind.WORD, data, place=place, limit_bytes=self._limit_bytes):
@@ -99,7 +120,13 @@ class Line(ABC):
         return None
 
 
+def _form(word: Word) -> list[type]:
+    return list(map(type, word))
+
+
 def _check(topic: str, word: Word) -> None:
+    if not word:
+        raise BadArgumentError(f"Ranks cannot agree on an empty word ({topic}).")
     for item in word:
         if isinstance(item, bool) or not isinstance(item, (int, str, bytes)):
             raise BadTypeError(f"Ranks agree on numbers, texts and bytes, not on a {type(item).__name__} ({topic}).")

@@ -14,6 +14,9 @@ from paceline.control.wire import Field, MessageKind
 
 T = TypeVar("T")
 
+# How often a message is put up against bytes that are none. Each time, somebody must have written new ones.
+_ATTEMPTS = 5
+
 
 class Board:
     """Sealed messages by key. Bytes that are not a message, or not the one for this key, count as absent."""
@@ -63,9 +66,20 @@ class Board:
         """The bytes under ``key``; None if there are none, or the message was taken back."""
         return (self.has(key) and self._ask("get", key)) or None
 
-    def put_first(self, key: str, kind: MessageKind, *fields: Field) -> None:
-        """Put up a message, unless there is one already, which then stays."""
-        self._ask("compare_set", key, "", wire.encode(kind, *fields, place=f"{self.name}/{key}"))
+    def put_first(self, key: str, kind: MessageKind, *fields: Field) -> tuple[Field, ...] | None:
+        """Put up a message, unless there is one already, which then stays. Returns the one that is there.
+
+        Bytes that are refused do not count as a message, and give way. It returns None if others come all the time.
+        """
+        place = f"{self.name}/{key}"
+        mine = wire.encode(kind, *fields, place=place)
+        there = b""
+        for _ in range(_ATTEMPTS):
+            there = self._ask("compare_set", key, there, mine)
+            found = self._reader.read(kind, there, place=place)
+            if found is not None:
+                return found
+        return None
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the counter ``key``, and return its new value."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from paceline import _torch
+from paceline.control import seal
 from paceline.control.board import Board
 from paceline.control.processes import Process, process_state, this_process
 from paceline.control.store_thread import StoreThread, store_threads_of
@@ -36,10 +37,13 @@ class Census:
 
     def state(self, rank: int) -> str:
         """``running``, ``stopped`` or ``gone``; empty if the rank is on another host, or has not signed."""
+        if rank not in range(len(self._ranks)):
+            # Another rank may have blamed a rank that does not exist.
+            return ""
         if rank not in self._known:
             with contextlib.suppress(dist.DistError):
                 match self._board.read(f"process/{self._ranks[rank]}", MessageKind.PROCESS):
-                    case (int(pid), int(born), str(host)):
+                    case (int(pid), int(born), str(host)) if pid > 0:
                         self._known[rank] = Process(pid, born, host)
         found = self._known.get(rank)
         return process_state(found) if found is not None else ""
@@ -62,5 +66,6 @@ def census_of(world: dist.ProcessGroup, job: str, store_thread: StoreThread, *, 
 def job_of(group: dist.ProcessGroup) -> str:
     """The name of the group's job. One rank made it up, and all ranks share it."""
     store = dist.PrefixStore("paceline", _torch.group_store(group))
-    name: bytes = store.compare_set("job", "", uuid.uuid4().hex)
-    return name.decode()
+    said: bytes = store.compare_set("job", "", uuid.uuid4().hex)
+    # Files are called after it. Somebody else may have put up anything, but cannot choose what comes out of the secret.
+    return seal.make("job", said)[seal.MARK_BYTES :].hex()

@@ -20,22 +20,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import _torch
-from paceline.control import hang, jobs, stacks
+from paceline.control import forks, hang, jobs, stacks
 from paceline.control.agree import WORD_LIMIT_BYTES, Agreement
 from paceline.control.board import Board
 from paceline.control.census import census_of, job_of
-from paceline.control.difference import describe_difference
+from paceline.control.difference import describe_difference, read_rows
 from paceline.control.failure import MESSAGE_LIMIT, Failure, News, failure_of
 from paceline.control.hang import Inquiries
 from paceline.control.last_words import speak_for
-from paceline.control.peer_wait import PATIENCE_S, PeerWait
+from paceline.control.peer_wait import PATIENCE_S, PeerWait, is_of_a_backend, is_time_out
 from paceline.control.progress import Progress
 from paceline.control.store_line import StoreLine
 from paceline.control.store_thread import store_threads_of
 from paceline.control.wire import MessageKind
-from paceline.errors import ParameterMismatchError, PeerError, PeerFailedError, RankLostError, StoreSilentError
+from paceline.errors import (
+    DisagreementError,
+    LoneForwardError,
+    ParameterMismatchError,
+    PeerError,
+    PeerFailedError,
+    RankLostError,
+    StoreSilentError,
+)
 
 T = TypeVar("T")
+
+# A text in words of at most this many pieces is told to the others: 64 MiB.
+_MOST_PIECES = 64
+
+_troubles: dict[str, int] = {}
+"""How often the ranks of a group have told each other what they did, by the group's name."""
 
 
 class Channel:
@@ -50,6 +64,7 @@ class Channel:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.timeout_s = _torch.group_timeout_s(group)
+        self._is_fork = False
         world = dist.group.WORLD or group
         store_threads = store_threads_of(group)
         self.store_thread = store_threads.own
@@ -67,8 +82,10 @@ class Channel:
             dist.PrefixStore(str(number), store), name=f"{self.job}/{number}", store_thread=self.store_thread
         )
         self._line = StoreLine(self._board, rank=self.rank, size=self.size, waiter=self._agreeing)
-        self._news = News(self._board, rank=self.rank)
+        self._news = News(self._board, rank=self.rank, size=self.size)
         self._generation = 0
+        self.step = 0
+        """How many synchronised backwards this rank had finished when its last one began."""
         self.hang = hang.settings()
         self.is_watched = self.size > 1 and self.hang.mode != "off"
         # One directory for all groups of a job: whoever looks wants to see everything that a process takes part in.
@@ -92,23 +109,24 @@ class Channel:
             size=self.size,
             directory=directory,
         )
-        self._news_for_watch = News(self.inquiries.board, rank=self.rank)
+        self._news_for_watch = News(self.inquiries.board, rank=self.rank, size=self.size)
         self._obituaries: set[int] = set()
         self.heard: Failure | None = None
         """What the watch has heard about another rank. This rank looks at it before its next collective."""
+        forks.tell(self)
         if self.size > 1:
             speak_for(self)
         if self.is_watched:
             hang.watch(self)
 
-    @property
-    def step(self) -> int:
-        """How many synchronised backwards this rank has finished."""
-        return self.progress.step
+    def become_fork(self) -> None:
+        """This process is a fork of the rank: it must not speak for the rank, nor start anything with the others."""
+        self._is_fork = True
+        self.progress.become_fork()
 
-    @step.setter
-    def step(self, value: int) -> None:
-        self.progress.step = value
+    def _check_is_rank(self) -> None:
+        if self._is_fork:
+            raise forks.refusal(f"rank {self.rank}")
 
     # -- agreement -----------------------------------------------------------------------------------
 
@@ -153,20 +171,43 @@ class Channel:
             raise self._nobody_came(found.missing, f"compare {what}")
         if found.equal:
             return
-        rows_of_rank = [json.loads(row) for row in self._share(f"rows of {what}", text)]
-        raise ParameterMismatchError(describe_difference(what, rows_of_rank, names))
+        told = self._share(f"rows of {what}", text)
+        rows_of_rank = [read_rows(theirs, rank, what) for rank, theirs in enumerate(told)]
+        text = describe_difference(what, rows_of_rank, names)
+        raise ParameterMismatchError(text, shown_by=0 if self.rank else None)
 
     def gather(self, tag: str, text: str) -> list[str]:
         """Everybody's ``text``, by rank. This is for when something is wrong and has to be said in words."""
         return self._share(tag, text[:MESSAGE_LIMIT])
 
+    def gather_in_group(self, text: str) -> list[str]:
+        """Everybody's ``text``, by rank, even if ranks are in different wrappers of the group.
+
+        All ranks must have found out that something is wrong by one and the same collective.
+        """
+        _troubles[self.job] = number = _troubles.get(self.job, 0) + 1
+        store = dist.PrefixStore(f"trouble{number}", dist.PrefixStore("paceline", _torch.group_store(self.group)))
+        board = Board(store, name=f"{self.job}/trouble{number}", store_thread=self.store_thread)
+        line = StoreLine(board, rank=self.rank, size=self.size, waiter=self._agreeing)
+        found = line.agree("what each rank did", text[:MESSAGE_LIMIT], timeout_s=self.timeout_s)
+        return ["it said nothing" if value is None else str(value) for value in found.values]
+
     def _share(self, topic: str, text: str) -> list[str]:
         """Everybody's ``text``, which may be long, in pieces that fit an agreement."""
         raw = text.encode()
         pieces = [raw[at : at + WORD_LIMIT_BYTES] for at in range(0, len(raw), WORD_LIMIT_BYTES)]
-        most = self.agree(f"{topic}: length", len(pieces))
+        lengths = self.agree(f"{topic}: length", len(pieces))
+        if lengths.missing:
+            raise self._nobody_came(lengths.missing, f"tell its {topic}")
+        most = lengths.reduce(max)
+        if most > _MOST_PIECES:
+            long = [rank for rank, (length,) in enumerate(filter(None, lengths.words)) if length == most]
+            raise DisagreementError(
+                f"Rank {long[0]} says that its {topic} take {most} pieces of {WORD_LIMIT_BYTES} bytes, and at most "
+                f"{_MOST_PIECES} are exchanged. Look at what that rank does differently."
+            )
         told = [b""] * self.size
-        for n in range(most.reduce(max)):
+        for n in range(most):
             found = self.agree(topic, pieces[n] if n < len(pieces) else b"")
             if found.missing:
                 raise self._nobody_came(found.missing, f"tell its {topic}")
@@ -196,12 +237,14 @@ class Channel:
 
     def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
         """Tell the others that this rank raised; never raises itself. ``final`` means that it ends the program."""
-        if self.size > 1:
+        if self.size > 1 and not self._is_fork:
             failure = failure_of(self.rank, where, error, final=final)
             self.progress.fail(str(failure))
             if isinstance(error, PeerError):
                 # This error is an echo. The others should hear its cause, and hear it once.
-                self.give_up(self.rank if error.rank is None else error.rank, where, str(error))
+                is_lone = isinstance(error, LoneForwardError)
+                rank = self.rank if error.rank is None else error.rank
+                self.give_up(rank, where, str(error), is_lone_forward=is_lone)
             else:
                 self._news.report(failure, nameless=error is None)
 
@@ -226,6 +269,7 @@ class Channel:
             with contextlib.suppress(dist.DistError):
                 self._news.give_up(failure)
             kind = RankLostError if failure.lost else PeerFailedError
+            kind = LoneForwardError if failure.is_lone_forward else kind
             raise kind(f"{failure}. This rank ({self.rank}) was waiting in {doing}.", rank=failure.rank)
 
     def hear(self) -> None:
@@ -248,6 +292,7 @@ class Channel:
 
     def check_news(self) -> None:
         """Raise what the watch has heard: there is no point in starting something that others will not join."""
+        self._check_is_rank()
         if self.heard is not None:
             # There may be more news than the watch has heard, and the store may be silent by now.
             with contextlib.suppress(dist.DistError):
@@ -270,7 +315,7 @@ class Channel:
     def raise_replan(self, doing: str) -> None:
         """Raise if another rank has left the plan of buckets in which this one waits."""
         match self._board.read(f"replan/{self._generation + 1}", MessageKind.REPLAN):
-            case (int(rank), int(step), str(reason)) if step <= self.step:
+            case (int(rank), int(step), str(reason)) if step <= self.step and 0 <= rank < self.size:
                 pass
             case _:
                 # There is no such news, or that rank is ahead: it has already joined what this one is waiting for.
@@ -288,6 +333,7 @@ class Channel:
         self, tensor: Tensor, what: str, *, op: Any = dist.ReduceOp.SUM, kind: str = "all-reduce"
     ) -> Callable[[], None]:
         """Begin to reduce ``tensor`` over the ranks, in place. The function that this returns waits for the result."""
+        self._check_is_rank()
         # The size of a sparse tensor's rows is compared between ranks, but not their number, which may differ.
         self.progress.start(kind, what, tensor.values()[:0] if tensor.is_sparse else tensor)
         work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
@@ -296,6 +342,7 @@ class Channel:
 
     def start_broadcast(self, tensor: Tensor, what: str, *, source: int) -> Callable[[], None]:
         """Begin to give all ranks the ``tensor`` of rank ``source``. The function that this returns waits for it."""
+        self._check_is_rank()
         self.progress.start("broadcast", what, tensor)
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         assert work is not None
@@ -352,7 +399,7 @@ class Channel:
         except PeerError:
             raise
         except RuntimeError as error:
-            if not _is_of_a_backend(error):
+            if not is_of_a_backend(error):
                 raise
             raise PeerWait(self, doing, timeout_s=self.timeout_s).broken(error) from error
 
@@ -366,34 +413,34 @@ class Channel:
             wait = watch()
             if not wait.keep(attempt, tried=True):
                 raise wait.expired()
-        except PeerError:
+        except PeerError as error:
+            if wait is None and (explained := watch().explained(error)):
+                raise explained from error
             raise
         except RuntimeError as error:
             # Some backends notice the time-out themselves.
             wait = wait or watch()
-            if "timed out" in str(error).lower():
+            if is_time_out(error):
                 raise wait.expired() from error
             raise wait.broken(error) from error
 
-    def give_up(self, rank: int, doing: str, why: str) -> None:
+    def give_up(self, rank: int, doing: str, why: str, *, is_lone_forward: bool = False) -> None:
         """Let the others raise for the same reason: from here on this rank does not join them any more."""
         # A rank that cannot be told finds out as this rank did.
         with contextlib.suppress(dist.DistError):
-            self._news.give_up(Failure(rank, doing, "", why[:MESSAGE_LIMIT].rstrip("."), final=True, lost=True))
+            text = why[:MESSAGE_LIMIT].rstrip(".")
+            self._news.give_up(Failure(rank, doing, "", text, final=True, lost=True, is_lone_forward=is_lone_forward))
+
+    def finish(self) -> None:
+        """This rank shuts down, and takes part in nothing any more."""
+        self.progress.finish()
 
     def sign_as_survivor(self) -> None:
         """Tell the others that this rank is still there, although its connections broke."""
-        self._board.blank(f"survivor/{self.rank}")
+        self._board.put(f"survivor/{self.rank}", MessageKind.WORD, ("it is still there",))
 
     def survivors(self) -> set[int]:
         """The ranks that have signed."""
         with contextlib.suppress(dist.DistError):
-            return {rank for rank in range(self.size) if self._board.has(f"survivor/{rank}")}
+            return {rank for rank in range(self.size) if self._board.read(f"survivor/{rank}", MessageKind.WORD)}
         return set()
-
-
-def _is_of_a_backend(error: RuntimeError) -> bool:
-    """Whether a future failed because a connection did; any other error comes from a callback of the user."""
-    # A future hands on only the text of an error that passed through a callback.
-    words = ("Connection", "gloo/", "Socket", RankLostError.__name__)
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

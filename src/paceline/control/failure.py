@@ -11,7 +11,9 @@ from paceline.control.user_code import line_of_traceback
 from paceline.control.wire import MessageKind
 
 MESSAGE_LIMIT = 2000
-_FINAL, _LOST = 1, 2
+_FINAL, _LOST, _LONE_FORWARD = 1, 2, 4
+# Anybody can count up the number of reports, which has no seal. A look must not take long, however many are claimed.
+_READ_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Failure:
     """The exception ends the program, so that nobody will take the news back."""
     lost: bool = False
     """The rank itself said nothing: others noticed that it is gone, or stuck, and the message says so in full."""
+    is_lone_forward: bool = False
+    """Nobody is lost: one rank called the wrapper's forward, and others did not."""
 
     def __str__(self) -> str:
         if self.lost:
@@ -43,7 +47,7 @@ def failure_of(rank: int, where: str, error: BaseException | None, *, final: boo
     return Failure(
         rank,
         where,
-        type(error).__name__,
+        type(error).__name__[:MESSAGE_LIMIT],
         str(error)[:MESSAGE_LIMIT],
         line_of_traceback(error.__traceback__)[:MESSAGE_LIMIT],
         final=final,
@@ -53,9 +57,10 @@ def failure_of(rank: int, where: str, error: BaseException | None, *, final: boo
 class News:
     """The failures of a channel's ranks, in the order in which they were reported."""
 
-    def __init__(self, board: Board, *, rank: int) -> None:
+    def __init__(self, board: Board, *, rank: int, size: int) -> None:
         self._board = board
         self._rank = rank
+        self._size = size
         self._reports: list[int] = []
         self._nameless = False
         """The last report could not say which exception it was."""
@@ -85,7 +90,8 @@ class News:
 
     def first(self) -> Failure | None:
         """The first failure of another rank that has not been taken back."""
-        for number in range(self._past + 1, self._board.add("failures", 0) + 1):
+        count = min(self._board.add("failures", 0), self._past + _READ_AT_ONCE)
+        for number in range(self._past + 1, count + 1):
             key = f"failure/{number}"
             failure = self._read(key)
             if failure is not None and failure.rank != self._rank:
@@ -102,18 +108,19 @@ class News:
 
     def is_given_up(self) -> bool:
         """Whether some rank has raised because of a failure of this one."""
-        return bool(self._reports) and self._board.has("given_up")
+        return bool(self._reports) and self._read("given_up") is not None
 
     def _put(self, key: str, failure: Failure) -> None:
         self._board.put(key, MessageKind.FAILURE, *_fields(failure))
 
     def _read(self, key: str) -> Failure | None:
         match self._board.read(key, MessageKind.FAILURE):
-            case (int(rank), str(where), str(type_), str(message), str(line), int(flags)):
-                return Failure(rank, where, type_, message, line, bool(flags & _FINAL), bool(flags & _LOST))
+            case (int(rank), str(where), str(type_), str(message), str(line), int(flags)) if 0 <= rank < self._size:
+                told = (bool(flags & flag) for flag in (_FINAL, _LOST, _LONE_FORWARD))
+                return Failure(rank, where, type_, message, line, *told)
         return None
 
 
 def _fields(failure: Failure) -> tuple[int, str, str, str, str, int]:
-    flags = _FINAL * failure.final | _LOST * failure.lost
+    flags = _FINAL * failure.final | _LOST * failure.lost | _LONE_FORWARD * failure.is_lone_forward
     return failure.rank, failure.where, failure.type, failure.message, failure.line, flags

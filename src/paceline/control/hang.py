@@ -22,12 +22,14 @@ from typing import Protocol
 import torch.distributed as dist
 
 from paceline import threads
+from paceline.control import forks
 from paceline.control.board import Board
 from paceline.control.census import Census
+from paceline.control.diagnosis import UNKNOWN, Diagnosis, explain
 from paceline.control.processes import Process, process_state
 from paceline.control.progress import Progress, Record, read_file
 from paceline.control.user_code import OWN_COLLECTIVE, collective_frame, line_of_frame
-from paceline.control.whereabouts import HOLDS_LOCK, Diagnosis, Whereabouts, explain, of_record, of_this_rank
+from paceline.control.whereabouts import HOLDS_LOCK, Whereabouts, of_record, of_this_rank
 from paceline.control.wire import MessageKind
 from paceline.settings import HangWatch
 
@@ -112,7 +114,18 @@ class Inquiries:
 
     def report(self) -> Diagnosis:
         """Why nothing happens."""
-        return explain(self.ask(), self._size)
+        # If the watch is off, no thread answers for a rank. Only ranks that make an inquiry themselves also answer.
+        why = (
+            UNKNOWN
+            if self._directory is not None
+            else "it does not say where it is; with hang_watch='observe' it would"
+        )
+        return explain(self.ask(), self._size, unknown_why=why)
+
+    def finished(self, rank: int) -> Whereabouts | None:
+        """How far ``rank`` came, if it is on this host and has ended well."""
+        record = self._record(rank)
+        return self._from_file(rank) if record is not None and record.finished else None
 
     def report_own_collective(self, meanwhile: Callable[[], None]) -> Diagnosis | None:
         """The report, if this rank is in a collective of the user's; None if a lower rank is in one, and reports it."""
@@ -129,12 +142,13 @@ class Inquiries:
         return [rank for rank in self._others() if self._state(rank) == "stopped"]
 
     def missed(self) -> list[int]:
-        """The ranks of this host that died before a collective that this rank has started.
+        """The ranks of this host that died before they came to a collective that this rank has started.
 
-        Their files show it, because a rank that ends well removes its file.
+        Their files show it. A rank that has finished says so in its file, and is not among them.
         """
         records = {rank: self._record(rank) for rank in self.gone()}
-        return [rank for rank, record in records.items() if record and record.started < self.progress.started]
+        lost = {rank: record for rank, record in records.items() if record and not record.finished}
+        return [rank for rank, record in lost.items() if record.started < self.progress.started]
 
     def is_running(self, rank: int) -> bool:
         """Whether the process of ``rank`` is on this host and has not ended."""
@@ -152,9 +166,9 @@ class Inquiries:
         return process_state(known) if known is not None else self._census.state(rank)
 
     def _of_the_dead(self, rank: int) -> Whereabouts | None:
-        """Where a rank was, if its process has ended or is stopped and will not answer."""
+        """Where a rank was, if it has finished, or if its process has ended or is stopped and will not answer."""
         record = self._record(rank)
-        dead = record is not None and process_state(record.process) in ("gone", "stopped")
+        dead = record is not None and (record.finished or process_state(record.process) in ("gone", "stopped"))
         return self._from_file(rank) if dead else None
 
     def _from_file(self, rank: int, *, running: str = HOLDS_LOCK) -> Whereabouts | None:
@@ -191,10 +205,16 @@ class _Watch:
         # stuck, because a frame keeps alive everything that its callers have in their variables.
         self._held: FrameType | None = None
         self._told = False
+        forks.tell(self)
+
+    def become_fork(self) -> None:
+        """Answer for none of the ranks that the parent is."""
+        self._channels, self._thread = weakref.WeakSet(), None
+        forks.tell(self)
 
     def add(self, channel: Watched) -> None:
         self._channels.add(channel)
-        # If none runs, this is the first channel of the process, or the first after a fork or after all threads ended.
+        # If none runs, this is the first channel of the process, or the first after all threads ended.
         if self._thread is None or not self._thread.is_alive():
             self._ended = threading.Event()
             self._thread = threads.start(self._run, self._ended, name="watch", stop=self._ended.set, within_s=_END_S)
@@ -241,7 +261,9 @@ class _Watch:
         for channel in list(self._channels):
             # Nothing can be learnt about a group that has ended, but the other groups are asked nevertheless.
             with contextlib.suppress(Exception):
-                reports.append(channel.inquiries.report_own_collective(self._answer))
+                report = channel.inquiries.report_own_collective(self._answer)
+                channel.inquiries.progress.note_report(str(report or ""))
+                reports.append(report)
         told = [str(report) for report in reports if report is not None]
         if told or not reports:
             told = [f"this process has been in {where}.", *told]

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Protocol
 
 from paceline.control import own_files
-from paceline.control.user_code import user_frames
-from paceline.errors import PeerError
+from paceline.control.user_code import has_user_frames, line_of_traceback, user_frames
+from paceline.errors import DisagreementError, PacelineError, PeerError
 from paceline.settings import environment
 
 END_S = 5.0
@@ -38,22 +38,34 @@ class Speaker(Protocol):
     def linger(self, rank: int | None, *, deadline: float) -> None:
         """Return when the process of ``rank`` has ended, or at ``deadline`` on the monotonic clock."""
 
+    def finish(self) -> None:
+        """Record that this rank ends well."""
+
 
 _speakers: weakref.WeakSet[Speaker] = weakref.WeakSet()
 
 
 _hook: ExceptHook | None = None
+_pid = os.getpid()
+"""The process whose words these are. A fork of it has its hook, too."""
 
 
 def speak_for(speaker: Speaker) -> None:
     """Have ``speaker`` report the exception that ends this program, if one does while it is alive."""
-    global _hook
+    global _hook, _pid
     _speakers.add(speaker)
+    _pid = os.getpid()
     # The hook is not set at import, so that a program that wraps nothing keeps its own. It is set only once. Whether it
     # is set cannot be seen in ``sys.excepthook``: torch chains a hook for every process group, so that ours is rarely
     # the outermost.
     if _hook is None:
         _hook = sys.excepthook = _chain(sys.excepthook)
+
+
+def finish() -> None:
+    """Let the other ranks see that this one ends well, and was not lost."""
+    for speaker in list(_speakers):
+        speaker.finish()
 
 
 def _tell_torchrun(error: BaseException) -> None:
@@ -81,30 +93,66 @@ def _end_soon() -> None:
         faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
 
 
+def _forget_ours(error: BaseException) -> None:
+    """Leave of the exceptions that led to ``error`` only those that the user's code has seen."""
+    first = earlier = _before(error)
+    # An error may lead back to itself, if an exception that was raised before is raised again.
+    looked_at = {id(error)}
+    while earlier is not None and not has_user_frames(earlier.__traceback__):
+        looked_at.add(id(earlier))
+        earlier = _before(earlier)
+        if id(earlier) in looked_at:
+            earlier = None
+    if earlier is not first:
+        error.__cause__ = None
+        error.__context__, error.__suppress_context__ = earlier, earlier is None
+
+
+def _before(error: BaseException) -> BaseException | None:
+    """The exception that Python shows before ``error``."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
 def _chain(before: ExceptHook) -> ExceptHook:
     """A hook that sends the news, then calls ``before``.
 
-    If another rank caused the error, its traceback is shortened and shown when that rank has ended or after `LINGER_S`.
+    The traceback of an error of ours is shortened. If another rank caused it, it is shown when that rank has ended or
+    after `LINGER_S`.
     """
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if os.getpid() != _pid:
+            # This exception ends a fork of the rank. Neither the other ranks nor torchrun are to hear of it.
+            before(kind, error, traceback)
+            return
         own_files.keep = True
-        # Whoever pressed Ctrl-C means every rank.
-        if not issubclass(kind, (PeerError, KeyboardInterrupt)):
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if not isinstance(error, PeerError):
             for speaker in list(_speakers):
                 # The person must get to read the first cause, whatever happens here.
                 with contextlib.suppress(Exception):
-                    speaker.report("its program", error, final=True)
-        if isinstance(error, PeerError):
-            # The others are not told, because this error is an echo. Frames of torch and of Paceline help nobody here.
+                    # A Ctrl-C mostly means every rank. News that is not final gives the others time to get their own.
+                    speaker.report("its program", error, final=not is_interrupt)
+        if is_interrupt:
+            # One line, and no traceback: every rank says it at the same time.
+            error.args = error.args or (f"at {line_of_traceback(traceback)}",)
             error.__cause__, error.__suppress_context__ = None, True
+            traceback = error.__traceback__ = None
+        if isinstance(error, PacelineError):
+            # Frames of torch and of Paceline help nobody here.
+            _forget_ours(error)
             traceback = error.__traceback__ = user_frames(traceback)
+        if isinstance(error, PeerError):
+            # The others are not told, because this error is an echo.
             deadline = time.monotonic() + LINGER_S
             for speaker in list(_speakers):
                 # The rank that failed first should print first and end first.
                 with contextlib.suppress(Exception):
                     speaker.linger(error.rank, deadline=deadline)
-        before(kind, error, traceback)
+        if isinstance(error, DisagreementError) and error.shown_by is not None:
+            before(kind, kind(f"Rank {error.shown_by} raises the same error, and shows it."), None)
+        else:
+            before(kind, error, traceback)
         if isinstance(error, PeerError):
             # This waits until the program does end, because an interactive prompt calls this hook too, and goes on.
             atexit.register(_end_soon)

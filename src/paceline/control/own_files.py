@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from paceline.control import private_files
+
 keep = False
 """Whether an exception ends this program, so that its files are kept."""
 
@@ -14,5 +16,5 @@ def remove(path: Path) -> None:
     if keep:
         return
     with contextlib.suppress(OSError):
-        path.unlink()
+        private_files.remove(path)
         path.parent.rmdir()

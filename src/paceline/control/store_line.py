@@ -41,10 +41,11 @@ class StoreLine(Line):
         key = f"agree/{topic}/{turn}"
         waiter.insist(lambda: self._board.set(f"{key}/{self.rank}", word))
         if self.rank == 0:
-            waiter.keep(self._are_there([f"{key}/{rank}" for rank in range(self.size)]))
+            words = [f"{key}/{rank}" for rank in range(self.size)]
+            waiter.keep(self._soon(lambda: self._board.has(*words)))
             is_to_decide = True
         else:
-            is_to_decide = not waiter.keep(self._are_there([f"{key}/verdict"]))
+            is_to_decide = not waiter.keep(self._soon(lambda: self._is_decided(key)))
 
         def conclude() -> list[bytes | None]:
             if is_to_decide:
@@ -57,15 +58,15 @@ class StoreLine(Line):
                 self._board.in_one_go(self._clear, f"agree/{topic}/{turn - 1}")
         return found
 
-    def _are_there(self, keys: list[str]) -> Callable[[float], bool]:
-        """An attempt to find all ``keys``."""
+    def _soon(self, is_there: Callable[[], bool]) -> Callable[[float], bool]:
+        """An attempt that looks whether something is there until its time is over."""
         pause_s = _FIRST_PAUSE_S
 
         def attempt(timeout_s: float) -> bool:
             nonlocal pause_s
             end = time.monotonic() + timeout_s
             # This polls: waits with a time-out differ between stores, and TCPStore writes warnings when one ends.
-            while not self._board.has(*keys):
+            while not is_there():
                 if time.monotonic() > end:
                     return False
                 time.sleep(pause_s)
@@ -73,6 +74,17 @@ class StoreLine(Line):
             return True
 
         return attempt
+
+    def _is_decided(self, key: str) -> bool:
+        """Whether there is a verdict. A forged one does not count, unless rank 0's own word is refused as well."""
+        if not self._board.has(f"{key}/verdict"):
+            return False
+        if self._board.read(f"{key}/verdict", MessageKind.VERDICT) is not None:
+            return True
+        # Rank 0 puts up its word before its verdict.
+        word = self._board.get(f"{key}/0")
+        self.refuse_other_secrets([word])
+        return word is not None and self._board.read(f"{key}/0", MessageKind.WORD) is None
 
     def _decide(self, key: str) -> None:
         """Make the verdict out of what is there; nothing happens if there is one already."""
@@ -85,11 +97,16 @@ class StoreLine(Line):
 
     def _verdict(self, key: str, mine: bytes) -> list[bytes | None]:
         match self._board.read(f"{key}/verdict", MessageKind.VERDICT):
-            case (bytes(came), tuple(carried)) if len(came) == self.size and len(carried) in (0, sum(came)):
-                if not carried:
-                    return [self._board.get(f"{key}/{rank}") if came[rank] else None for rank in range(self.size)]
+            case (bytes(came), tuple(carried)) if (
+                len(came) == self.size and set(came) <= {0, 1} and len(carried) in (0, sum(came))
+            ):
                 brought = (word if isinstance(word, bytes) else None for word in carried)
-                return [next(brought) if came[rank] else None for rank in range(self.size)]
+                get = self._board.get
+                ranks = range(self.size)
+                words = [(next(brought) if carried else get(f"{key}/{rank}")) if came[rank] else None for rank in ranks]
+                # A verdict that was copied here from earlier has what this rank said then.
+                if words[self.rank] in (None, mine):
+                    return words
         # These bytes are not a verdict of ours, so that only this rank is known to have come.
         return [mine if rank == self.rank else None for rank in range(self.size)]
 

@@ -8,6 +8,7 @@ Such a call may still take effect later. So a caller that asks again must ask fo
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from paceline import threads
+from paceline.control import forks
 from paceline.errors import StoreSilentError
 
 T = TypeVar("T")
@@ -37,6 +39,7 @@ class StoreThread:
     """The thread starts with the first call and ends with this object."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._thread: threads.Thread | None = None
         self._starting = threading.Lock()
         self._turn = threading.Lock()
@@ -99,6 +102,10 @@ class StoreThread:
         return self._thread is not None and self._thread.is_alive() and not self._desk.is_closed
 
     def _start(self) -> None:
+        # A fork shares the rank's connections: what it asked would mix with what the rank asks. It comes by here before
+        # its first call, because it has no thread either.
+        if os.getpid() != self._pid:
+            raise forks.refusal(f"process {self._pid}, whose store this is")
         with self._starting:
             if self._is_alive():
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sysconfig
 from collections.abc import Iterable
@@ -45,6 +46,11 @@ def line_of_frame(frame: FrameType | None) -> str:
     return "" if frame is None else _pick(walk_stack(frame))
 
 
+def line_of_caller() -> str:
+    """The line of the user's code that has led to this call."""
+    return line_of_frame(inspect.currentframe())
+
+
 def user_frames(traceback: TracebackType | None) -> TracebackType | None:
     """``traceback`` without the frames of libraries; unchanged if there are no other frames."""
     kept: TracebackType | None = None
@@ -56,6 +62,10 @@ def user_frames(traceback: TracebackType | None) -> TracebackType | None:
         if is_user_code(entry.tb_frame.f_code.co_filename):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept or (frames[0] if frames else None)
+
+
+def has_user_frames(traceback: TracebackType | None) -> bool:
+    return any(is_user_code(frame.f_code.co_filename) for frame, _ in walk_tb(traceback))
 
 
 OWN_COLLECTIVE = "a collective that it called itself"

@@ -2,24 +2,24 @@
 
 ::
 
-    magic 2 | version 1 | kind 1 | payload length 4 | seal 8 | payload: the kind's fields, one after another
+    magic 2 | version 1 | kind 1 | payload length 4 | seal 24 | payload: the kind's fields, one after another
 
-A field is an int (8 bytes), text or bytes (4 bytes of length, then the content), or a list of those. The seal is a
-digest of everything else and of the place (channel, topic, number, rank): what was damaged, cut off, or copied here
-from another place does not fit it. It is not a signature: a process that can write to the store can compute it, and
-could end the job anyway. Anything wrong with a message raises `BadMessageError` and nothing else, and nothing is built
-from a message before it is checked.
+A field is an int (8 bytes), text or bytes (4 bytes of length, then the content), or a list of those. The seal is about
+everything else and the place (channel, topic, number, rank): what was damaged, cut off, copied here from another
+place, or written by somebody who does not know the job's secret does not fit it (``seal`` says more). Anything wrong
+with a message raises `BadMessageError` and nothing else, and nothing is built from a message before it is checked.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import logging
 import struct
 
+from paceline.control import seal as seals
+
 MAGIC = b"pl"
-VERSION = 1
+VERSION = 2
 LIMIT_BYTES = 1 << 20
 """The longest payload, unless a line allows more."""
 
@@ -27,7 +27,7 @@ Item = int | str | bytes
 Field = Item | tuple[Item, ...]
 
 _log = logging.getLogger("paceline.control")
-_HEAD = struct.Struct("<2sBBI8s")
+_HEAD = struct.Struct(f"<2sBBI{seals.SEAL_BYTES}s")
 HEAD_BYTES = _HEAD.size
 _LENGTH = struct.Struct("<I")
 _INT = struct.Struct("<q")
@@ -61,7 +61,7 @@ SCHEMAS: dict[MessageKind, tuple[type, ...]] = {
     MessageKind.VERDICT: (bytes, tuple),
     MessageKind.FAILURE: (int, str, str, str, str, int),
     MessageKind.REPLAN: (int, int, str),
-    MessageKind.WHEREABOUTS: (int, int, int, str, str, str, str, tuple),
+    MessageKind.WHEREABOUTS: (int, int, int, int, str, str, str, str, tuple),
     MessageKind.PROCESS: (int, int, str),
     MessageKind.REPORT: (int, str, str),
 }
@@ -77,6 +77,16 @@ def encode(kind: MessageKind, *fields: Field, place: str, limit_bytes: int = LIM
         )
     seal = _seal(kind, payload, place)
     return _HEAD.pack(MAGIC, VERSION, kind, len(payload), seal) + payload
+
+
+def fitting(text: str, limit_bytes: int) -> str:
+    """The beginning of ``text`` that takes ``limit_bytes`` in a message at most. No character is cut in two."""
+    room_bytes = limit_bytes
+    for at, character in enumerate(text[: limit_bytes + 1]):
+        room_bytes -= len(_encoded(character))
+        if room_bytes < 0:
+            return text[:at]
+    return text
 
 
 def decode(kind: MessageKind, data: bytes, *, place: str, limit_bytes: int = LIMIT_BYTES) -> tuple[Field, ...]:
@@ -95,9 +105,17 @@ def decode(kind: MessageKind, data: bytes, *, place: str, limit_bytes: int = LIM
     if length > limit_bytes or length != len(data) - _HEAD.size:
         raise BadMessageError(f"it claims {length} bytes and has {len(data) - _HEAD.size}")
     payload = data[_HEAD.size :]
-    if seal != _seal(kind, payload, place):
-        raise BadMessageError("its seal does not fit: it was damaged, or belongs somewhere else")
+    if not seals.fits(seal, _sealed_place(kind, place), payload):
+        raise BadMessageError("its seal does not fit: it was damaged, was forged, or belongs somewhere else")
     return _fields(payload, SCHEMAS[kind])
+
+
+def has_other_secret(data: bytes) -> bool:
+    """Whether the head of this message says that it was sealed with another secret than this rank has."""
+    if len(data) < _HEAD.size:
+        return False
+    magic, version, _, _, seal = _HEAD.unpack_from(data)
+    return (magic, version) == (MAGIC, VERSION) and seal[: seals.MARK_BYTES] != seals.mark()
 
 
 class Reader:
@@ -121,19 +139,27 @@ class Reader:
 
 
 def _seal(kind: MessageKind, payload: bytes, place: str) -> bytes:
-    return hashlib.blake2b(payload, digest_size=8, key=hashlib.sha256(f"{kind}/{place}".encode()).digest()).digest()
+    return seals.make(_sealed_place(kind, place), payload)
+
+
+def _sealed_place(kind: MessageKind, place: str) -> str:
+    return f"{kind}/{place}"
 
 
 def _field(value: Field) -> bytes:
     if isinstance(value, int):
         return b"i" + _INT.pack(value)
     if isinstance(value, str):
-        # A message of an exception may hold half a surrogate pair.
-        raw = value.encode(errors="backslashreplace")
+        raw = _encoded(value)
         return b"s" + _LENGTH.pack(len(raw)) + raw
     if isinstance(value, bytes):
         return b"b" + _LENGTH.pack(len(value)) + value
     return b"l" + _LENGTH.pack(len(value)) + b"".join(map(_field, value))
+
+
+def _encoded(text: str) -> bytes:
+    # A message of an exception may hold half a surrogate pair.
+    return text.encode(errors="backslashreplace")
 
 
 def _fields(payload: bytes, types: tuple[type, ...]) -> tuple[Field, ...]:

@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 from paceline import threads, transport
-from paceline.control import hang, sign_in
+from paceline.control import hang, last_words, sign_in
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.run.launch import LAUNCHER_PID
+from paceline.run.meeting import meet
 from paceline.settings import HangWatch
 
 _logger = logging.getLogger("paceline")
@@ -157,7 +158,9 @@ def _join(launch: Launch | None, *, device: torch.device, backend: str, timeout:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         _end_with_launcher(os.environ)
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        rank, size = launch.rank, launch.world_size
+        met = meet(os.environ, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=timeout)
     return World(
         rank=dist.get_rank(),
         local_rank=launch.local_rank if launch else 0,
@@ -176,6 +179,7 @@ def shutdown() -> None:
     ours, _started = _started, None
     try:
         if ours is not None and dist.is_initialized() and _world_group() is ours.group:
+            last_words.finish()
             dist.destroy_process_group()
     finally:
         if not dist.is_initialized():

@@ -4,7 +4,7 @@
              +--> events (a queue) --> `_Supervisor.run`: forward, wait, terminate, kill --> exit code
     exits ---+
 
-Rank 0 writes to the terminal. What the others write is kept in files, and shown if they fail. The ranks find each
+Rank 0 writes to the terminal. Of what the others write the end is kept, and shown if they fail. The ranks find each
 other with torchrun's variables, so a script cannot tell who started it. The store at which they meet lives here and not
 in rank 0. It outlives every rank, so that the survivors can still be told who died.
 """
@@ -14,21 +14,22 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from paceline import threads
 from paceline.errors import BadArgumentError
+from paceline.run.output import Output
+from paceline.settings import SECRET
 
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
 """The variable by which a rank knows its launcher. `paceline.init` makes the rank end when the launcher does."""
@@ -43,7 +44,6 @@ _TERMINATE_S = 5.0
 _STARTING_S = 1.0
 _USAGE = 2  # the exit code of argparse and of most commands for a wrong flag
 _TAIL_LINES = 40
-_TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -89,24 +89,25 @@ def launch(
         raise BadArgumentError(f"threads must be at least 1, got {threads}")
     base = dict(os.environ if environ is None else environ)
     base.setdefault("OMP_NUM_THREADS", str(threads))
+    # Any user of this host can connect to the store. Only this user can read the environment of the ranks.
+    base[SECRET] = secrets.token_hex(32)
     # The socket is bound here and handed to the store below, so that no other process can take the port in between.
     listener = socket.create_server((_LOOPBACK, 0))
     port: int = listener.getsockname()[1]
     run_id = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="paceline-") as logs:
-        supervisor = _Supervisor(logs=Path(logs), grace_s=grace_s)
-        with listener, supervisor.signals():
-            try:
-                for rank in range(nproc):
-                    variables = rank_variables(rank=rank, nproc=nproc, port=port, run_id=run_id)
-                    supervisor.start(rank, command, base | variables)
-                # This process imports torch while the ranks do. Early callers wait in the listener's backlog.
-                store = _serve(listener)
-                code = supervisor.run()
-                del store
-            finally:
-                supervisor.kill()
-        supervisor.explain()
+    supervisor = _Supervisor(grace_s=grace_s)
+    with listener, supervisor.signals():
+        try:
+            for rank in range(nproc):
+                variables = rank_variables(rank=rank, nproc=nproc, port=port, run_id=run_id)
+                supervisor.start(rank, command, base | variables)
+            # This process imports torch while the ranks do. Early callers wait in the listener's backlog.
+            store = _serve(listener)
+            code = supervisor.run()
+            del store
+        finally:
+            supervisor.kill()
+    supervisor.explain()
     return code
 
 
@@ -145,9 +146,10 @@ def _serve(listener: socket.socket) -> object:
 
 @dataclass
 class _Supervisor:
-    logs: Path
     grace_s: float
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    outputs: dict[int, Output] = field(default_factory=dict)
+    """By rank; that of rank 0 goes to the terminal."""
     watchers: list[threads.Thread] = field(default_factory=list)
     failures: list[_Exited] = field(default_factory=list)
     """Ranks that failed by themselves, in the order in which they ended."""
@@ -161,13 +163,17 @@ class _Supervisor:
     def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         # The rank has a session of its own, so that a terminal's Ctrl-C reaches only the launcher, which forwards it.
         with contextlib.ExitStack() as stack:
-            output = None if rank == 0 else stack.enter_context(self._log(rank).open("wb"))
+            written = None
+            if rank != 0:
+                self.outputs[rank] = output = Output(rank)
+                stack.callback(output.hand_over)
+                written = output.descriptor
             process = subprocess.Popen(
                 command,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=written,
+                stderr=written,
                 start_new_session=True,
             )
         self.processes.append(process)
@@ -255,33 +261,47 @@ class _Supervisor:
             process.wait()
         for watcher in self.watchers:
             watcher.end()
+        for output in self.outputs.values():
+            output.end()
 
     def explain(self) -> None:
-        """Tell on stderr which ranks failed by themselves, with the last lines of those that wrote to files."""
+        """Tell on stderr which ranks failed by themselves, with the last lines of what they wrote, and why."""
+        if self.received is None and not self.failures:
+            return
         if self.received is not None:
             name = signal.Signals(self.received).name
             print(f"paceline: {name} received; all ranks have ended", file=sys.stderr)
         outputs = [self._tail(failure.rank) for failure in self.failures]
-        if all(failure.code == _USAGE for failure in self.failures) and not any(outputs):
+        if self.failures and all(failure.code == _USAGE for failure in self.failures) and not any(outputs):
             return  # a wrong flag: every rank refused it, and rank 0 has said so
         for failure, output in zip(self.failures, outputs, strict=True):
-            if self.received == signal.SIGINT and output[-1:] == ["KeyboardInterrupt"]:
+            if self.received == signal.SIGINT and "KeyboardInterrupt" in "".join(output[-1:]):
                 continue  # what Python says to a Ctrl-C that nobody handles
             print(f"paceline: rank {failure.rank} {_describe(failure.code)}", file=sys.stderr)
             for line in output:
                 print(f"  [rank {failure.rank}] {line}", file=sys.stderr)
+        self._show_verdicts()
         sys.stderr.flush()
 
-    def _log(self, rank: int) -> Path:
-        return self.logs / f"rank{rank}.log"
+    def _show_verdicts(self) -> None:
+        """Say what the ranks' files tell about the end of the job, if they have left any."""
+        # Late, because the ranks should not wait for this import, and because most jobs end well.
+        from paceline.control.jobs import job_of_processes
+        from paceline.run.doctor import verdicts
+
+        path = job_of_processes({process.pid for process in self.processes})
+        told = verdicts(path) if path is not None else []
+        # After a Ctrl-C only a hang is worth a word.
+        told = [text for text in told if self.received is None or text.startswith("last report")]
+        for text in told:
+            print(f"paceline: {text}", file=sys.stderr)
+        if told:
+            print(f"paceline: for more: python -m paceline doctor {path}", file=sys.stderr)
 
     def _tail(self, rank: int) -> list[str]:
-        if rank == 0:
+        if rank not in self.outputs:
             return []
-        with self._log(rank).open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - _TAIL_BYTES))
-            return log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        return self.outputs[rank].end().decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
 def _shell_code(code: int) -> int:

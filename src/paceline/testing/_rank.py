@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.settings import SECRET
+
 # The answer of a rank that was told to clean up and has done so.
 CLEAN = "clean"
 # A rank is told this once every rank of the run has answered.
@@ -66,8 +68,9 @@ def freeze() -> None:
     gc.freeze()
 
 
-def rank_main(conn: Connection, store_host: str, store_port: int, log_path: str) -> None:
+def rank_main(conn: Connection, store_host: str, store_port: int, secret: str, log_path: str) -> None:
     """Serve jobs until the parent hangs up. Everything printed goes to ``log_path``."""
+    os.environ[SECRET] = secret
     # Ctrl-C reaches the whole terminal group; the parent decides what becomes of its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

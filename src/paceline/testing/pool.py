@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import sys
 import tempfile
@@ -88,6 +89,8 @@ class RankPool:
         self._ranks: dict[int, _Rank] = {}
         self._runs = itertools.count()
         self._store: Any = None
+        # Any user of this host can connect to the store.
+        self._secret = secrets.token_hex(32)
         self._log_dir = tempfile.TemporaryDirectory(prefix="rank-pool-")
 
     def run(
@@ -163,7 +166,7 @@ class RankPool:
                 held = None
             if held is None:
                 log_path = os.path.join(self._log_dir.name, f"rank{rank}.log")
-                self._ranks[rank] = _Rank(self._context, self._store.port, log_path)
+                self._ranks[rank] = _Rank(self._context, self._store.port, self._secret, log_path)
         return {rank: self._ranks[rank] for rank in range(world_size)}
 
     def _collect(
@@ -229,13 +232,15 @@ class RankPool:
 class _Rank:
     """A rank process as the parent holds it."""
 
-    def __init__(self, context: multiprocessing.context.ForkServerContext, store_port: int, log_path: str) -> None:
+    def __init__(
+        self, context: multiprocessing.context.ForkServerContext, store_port: int, secret: str, log_path: str
+    ) -> None:
         self.conn: Connection
         self.conn, theirs = context.Pipe()
         self._log_path = log_path
         self._log_seen = os.path.getsize(log_path) if os.path.exists(log_path) else 0
         self.process: ForkServerProcess = context.Process(
-            target=rank_main, args=(theirs, _LOCALHOST, store_port, log_path), daemon=True
+            target=rank_main, args=(theirs, _LOCALHOST, store_port, secret, log_path), daemon=True
         )
         self.process.start()
         theirs.close()
