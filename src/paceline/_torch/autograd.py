@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,20 +40,23 @@ def will_execute(node: Node) -> bool:
         return False
 
 
-GradientHooks = dict[object, Callable[[Tensor], None]]
+GradientHooks = dict[object, Callable[[Tensor], object]]
 
 
-def gradient_hooks(leaf: Tensor) -> GradientHooks:
-    """What autograd calls when it has accumulated ``leaf.grad``: a dictionary to add hooks to, or to take them from.
+def gradient_hooks(leaf: Tensor) -> GradientHooks | None:
+    """What autograd calls when it has accumulated ``leaf.grad``; None if there was never such a hook.
 
-    ``register_post_accumulate_grad_hook`` does this with checks and a handle, in five times the time. For a
-    module with a thousand parameters that is a tenth of the time that it takes to wrap it.
+    The hooks of ``register_post_accumulate_grad_hook`` are only in this attribute. Adding to it does what that function
+    does, with checks and a handle, in five times the time. For a module with a thousand parameters that is a tenth of
+    the time that it takes to wrap it. It also works while the parameter is frozen, and the hooks are still there when
+    it is unfrozen.
     """
-    hooks: GradientHooks | None = leaf._post_accumulate_grad_hooks
-    if hooks is None:
-        # It is an OrderedDict, because handles of other hooks hold a weak reference to it, which a dict does not allow.
-        hooks = leaf._post_accumulate_grad_hooks = OrderedDict()
-    return hooks
+    return leaf._post_accumulate_grad_hooks
+
+
+def set_gradient_hooks(leaf: Tensor, hooks: GradientHooks) -> None:
+    """Let autograd call ``hooks``. It cannot be a plain dict, because handles of hooks hold a weak reference to it."""
+    leaf._post_accumulate_grad_hooks = hooks
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -150,9 +153,46 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def gradient_hook_keys(tensor: Tensor) -> Collection[object]:
-    """The keys of the hooks of ``register_post_accumulate_grad_hook``; they are only in this attribute."""
-    return (tensor._post_accumulate_grad_hooks or {}).keys()
+def below_transforms(tensor: Tensor) -> Tensor:
+    """The tensor that ``backward()`` sees in the place of ``tensor``; outside of transforms it is ``tensor`` itself.
+
+    Each transform of ``torch.func`` wraps the tensors of the transform around it, and the ``grad_fn`` of such a wrapper
+    belongs to its own level only.
+    """
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_transforming() -> bool:
+    """Whether the caller runs inside a transform of ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a transform of ``torch.func`` has wrapped ``tensor``."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Run the body of the ``with`` as if there were no transform of ``torch.func``.
+
+    A transform refuses to write to tensors that were made outside of it, such as the buffers of a module.
+    """
+    if not is_transforming():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def is_functionalizing() -> bool:
+    """Whether a ``torch.func.functionalize`` runs, which has no rule for autograd functions written in Python."""
+    if not is_transforming():
+        return False
+    functorch = torch._C._functorch
+    functionalize = functorch.TransformType.Functionalize
+    return any(level.key() == functionalize for level in functorch.get_interpreter_stack())
 
 
 def dtype_number(dtype: torch.dtype) -> int:

@@ -244,11 +244,22 @@ def options_that_keep_order(backend: Any) -> dict[str, Any]:
     return {"config_patches": {"reorder_for_peak_memory": False}}
 
 
-def graph_breaks() -> dict[str, int]:
-    """The reasons for Dynamo's graph breaks so far in this process, with how often each came up."""
-    from torch._dynamo.utils import counters
+def graph_breaks() -> list[tuple[str, str, int]]:
+    """Dynamo's graph breaks so far in this process: why, in which file, and at which line.
 
-    return dict(counters["graph_break"])
+    ``torch._dynamo.utils.counters`` has no places, and leaves out branches that depend on a tensor.
+    """
+    from torch._dynamo.utils import graph_break_reasons
+
+    found = []
+    for told in graph_break_reasons:
+        place = told.user_stack[-1] if told.user_stack else None
+        reason = _BRANCH if told.reason.startswith("generic_jump") else told.reason
+        found.append((reason, place.filename if place else "", (place.lineno or 0) if place else 0))
+    return found
+
+
+_BRANCH = "A branch depends on the value of a tensor"
 
 
 def unseen_by_compiler(function: AnyFunction) -> AnyFunction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -28,9 +28,21 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def is_ignored_by_torch(param: Tensor) -> bool:
-    """Whether torch's own wrapper was told to ignore ``param``. It leaves this mark, and nothing else."""
-    return getattr(param, "_ddp_ignored", False)
+_IGNORED_MARK = "_ddp_ignored"
+"""What torch's wrapper leaves on each tensor that it was told to ignore. Dynamo and torch's comm hooks look for it."""
+
+
+def mark_ignored(module: nn.Module, names: Collection[str]) -> None:
+    """Mark the parameters and buffers of ``module`` with these names as ignored, and no others."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in names:
+            setattr(tensor, _IGNORED_MARK, True)
+        elif hasattr(tensor, _IGNORED_MARK):
+            delattr(tensor, _IGNORED_MARK)
+
+
+def is_marked_ignored(tensor: Tensor) -> bool:
+    return getattr(tensor, _IGNORED_MARK, False)
 
 
 def set_both_precisions(param: Tensor, full: Tensor, low: Tensor) -> None:

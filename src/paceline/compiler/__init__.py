@@ -12,7 +12,7 @@
 
 from paceline.compiler.backend import Backend, backend, compile_module
 from paceline.compiler.consensus.compile_agreement import Compilation, CompileAgreement, agreement
-from paceline.compiler.explain import Explanation, explain
+from paceline.compiler.explain import Explanation, GraphBreak, explain
 from paceline.compiler.graph_capture import Inside, catch
 from paceline.compiler.split.graph_split import DDPOptimizer
 from paceline.compiler.taps.graph_run import Mark, Wrapper
@@ -26,6 +26,7 @@ __all__ = [
     "CompileAgreement",
     "DDPOptimizer",
     "Explanation",
+    "GraphBreak",
     "Inside",
     "Mark",
     "Wrapper",

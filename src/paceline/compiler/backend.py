@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -20,6 +20,8 @@ from paceline.compiler.taps.parameter_binding import Bindings
 from paceline.errors import BadArgumentError
 
 CompileFunction = Callable[..., Callable[..., Any]]
+# What torch.compile returns has the attributes of what it was given, so type checkers may take it for that.
+Model = TypeVar("Model", bound=Callable[..., Any])
 
 
 class Backend:
@@ -114,14 +116,14 @@ def backend(
 
 
 def compile_module(
-    model: nn.Module,
+    model: Model,
     *,
     inner: str | CompileFunction = "inductor",
     split: bool = False,
     agreement: bool = False,
     once: bool = False,
     **options: Any,
-) -> Any:
+) -> Model:
     """Compile with ``inner`` as the backend, and let every graph report its gradients, even if breaks make several
     graphs of one forward. The other arguments are those of ``torch.compile``.
 
@@ -137,9 +139,9 @@ def compile_module(
         )
     chosen = _torch.find_backend(inner, mode=options.pop("mode", None), options=options.pop("options", None))
     compiled = torch.compile(model, backend=Backend(chosen, split=split), **options)
-    if not (agreement or once):
-        return compiled
-    if not isinstance(compiled, nn.Module):
-        return functools.wraps(compiled)(AgreedCall(compiled, once=once))
-    compiled.forward = AgreedCall(compiled.forward, once=once)
-    return compiled
+    if agreement or once:
+        if isinstance(compiled, nn.Module):
+            compiled.forward = AgreedCall(compiled.forward, once=once)
+        else:
+            compiled = functools.wraps(compiled)(AgreedCall(compiled, once=once))
+    return cast(Model, compiled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,13 +19,28 @@ from paceline.reduction.reducer import Reducer
 
 
 @dataclass(frozen=True)
+class GraphBreak:
+    """A place where Dynamo ended a graph and began another one. ``str()`` of it is a line."""
+
+    reason: str
+    file: str
+    line: int
+    count: int
+    """How often Dynamo met it. It tries each of the functions around a break, and so meets it several times."""
+
+    def __str__(self) -> str:
+        place = f" at {self.file}:{self.line}" if self.file else ""
+        return f"break{place} ({self.count}x): {self.reason.splitlines()[0]}"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What one step of a compiled wrapper is made of. ``str()`` of it is a table."""
 
     graphs: tuple[GraphRecord, ...]
     """The graphs that report gradients."""
-    breaks: dict[str, int]
-    """Why Dynamo made more than one graph: reasons, and how often."""
+    breaks: tuple[GraphBreak, ...]
+    """Why Dynamo made more than one graph, and where."""
     departures: tuple[Departure, ...]
     untapped: dict[str, str]
     """Parameters that no graph reports, and why. Autograd brings their gradients when their graph's backward ends."""
@@ -38,12 +54,12 @@ class Explanation:
         return sum(departure.size_bytes for departure in self.departures if departure.fraction < fraction)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.graphs)} graph(s) report gradients, {sum(self.breaks.values())} graph break(s)"]
+        lines = [f"{len(self.graphs)} graph(s) report gradients, {len(self.breaks)} graph break(s)"]
         for number, graph in enumerate(self.graphs):
             n_params = sum(map(len, graph.taps))
             lines.append(f"  graph {number}: {graph.n_nodes} nodes, {n_params} parameters in {len(graph.taps)} reports")
             lines += [f"    {reason}" for reason in graph.cuts]
-        lines += [f"  break ({count}x): {reason.splitlines()[0]}" for reason, count in self.breaks.items()]
+        lines += [f"  {found}" for found in self.breaks]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.untapped.items():
             by_reason.setdefault(reason, []).append(name)
@@ -75,7 +91,7 @@ def explain(
             f"explain() takes a paceline.DistributedDataParallel, compiled or not, and not a {type(wrapper).__name__}."
         )
     known = len(records_of(reducer))
-    breaks_before = _torch.graph_breaks()
+    breaks_before = len(_torch.graph_breaks())
 
     def forward(*inputs: Any, **kwargs: Any) -> Any:
         return wrapper(*inputs, **kwargs)
@@ -96,11 +112,9 @@ def explain(
     untapped = [slot.name for slot in reducer.trainable() if slot.name not in tapped]
     return Explanation(
         graphs=graphs,
-        breaks={
-            reason: count - breaks_before.get(reason, 0)
-            for reason, count in _torch.graph_breaks().items()
-            if count > breaks_before.get(reason, 0)
-        },
+        breaks=tuple(
+            GraphBreak(*found, count) for found, count in Counter(_torch.graph_breaks()[breaks_before:]).items()
+        ),
         departures=departures(reducer),
         untapped={name: reasons.get(name, "no compiled graph uses it with gradients") for name in untapped},
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline import _torch
 from paceline.ddp.arguments import Switches
 from paceline.ddp.broadcast import FlatMessage
+from paceline.errors import StateError
 from paceline.gradients.roster import ModuleTree
 from paceline.reduction.reducer import Reducer
 
@@ -168,6 +169,22 @@ class BufferSync:
         An earlier forward may have saved the buffers for its backward. While there is such a forward, the buffers are
         replaced by new tensors instead of being overwritten. The source does not wait: it has what it needs.
         """
+        if _torch.is_transforming():
+            self._check_held()
+        with _torch.outside_transforms():
+            self._broadcast(source)
+
+    def _check_held(self) -> None:
+        """Refuse what ``functional_call`` has put in the place of a buffer, if it is a value of a transform."""
+        for name, buffer in self._buffers.named().items():
+            if _torch.is_transformed(buffer):
+                raise StateError(
+                    f"This forward would broadcast the buffer {name!r}, but functional_call has put a value in its "
+                    "place that belongs to a transform of torch.func (vmap, grad, ...). Call the module itself, as "
+                    "ddp.module(...), or set ddp.forward_sync_buffers = False."
+                )
+
+    def _broadcast(self, source: int) -> None:
         self._reducer.compare_if_due()
         self._wait()
         channel = self._reducer.channel

@@ -26,6 +26,7 @@ from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.gradients.outputs import find_tensors, move_to_device
 from paceline.gradients.roster import ignored_names, makes_sparse_gradients
 from paceline.reduction.reducer import Reducer
+from paceline.reduction.usable import check_finished
 from paceline.settings import environment
 
 # torch has it only where RPC is built in.
@@ -64,11 +65,15 @@ class TorchReducer:
     def __init__(self, reducer: Reducer) -> None:
         self._ours = reducer
 
-    _check_reducer_finalized = _leads_to("_ours.check_finished")
+    # Lightning calls it after the first backward of a static graph. Here the averages are there by then.
+    _delay_all_reduce = _nothing
     _remove_autograd_hooks = _leads_to("_ours.stop_listening")
     _set_static_graph = _leads_to("_ours.set_static_graph")
     prepare_for_backward = _nothing
     prepare_for_forward = _nothing
+
+    def _check_reducer_finalized(self) -> None:
+        check_finished(self._ours)
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter in the last synchronised backward."""
@@ -135,7 +140,7 @@ class TorchNames:
         exchange = self._reducer.exchange
         return [] if exchange.hook is None else [(exchange.hook, exchange.hook_state)]
 
-    def keep_for_torch_names(self: Any, dim: int, device_mesh: Any) -> None:
+    def _keep_for_torch_names(self: Any, dim: int, device_mesh: Any) -> None:
         """Set the attributes that programs read, and sometimes change, although the wrapper does not need them."""
         self.dim = dim
         self.device_mesh = device_mesh
@@ -157,7 +162,6 @@ class TorchNames:
     _set_ddp_sink_clone = _nothing
     _set_sparse_metadata = _nothing
 
-    _check_reducer_finalized = _leads_to("_reducer.check_finished")
     _inside_ddp_forward = _leads_to("_forward.inside")
     # When a backward begins, optimizers that run in backward are taken over even without this call.
     _lazy_init = _leads_to("_reducer.planner.layout.take_optimizers")
@@ -181,6 +185,8 @@ class TorchNames:
             raise BadTypeError(f"Give the names as a list: [{params_and_buffers_to_ignore!r}].")
         names = list(params_and_buffers_to_ignore)
         setattr(module, _torch.IGNORE_ATTRIBUTE, names)
+        # A graph does not know names. Our DDPOptimizer, and torch's, recognise the tensors to ignore by this mark.
+        _torch.mark_ignored(module, names)
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
@@ -198,7 +204,7 @@ class TorchNames:
 
     def _build_params_for_reducer(self: Any) -> tuple[list[Tensor], list[bool]]:
         """The trainable parameters, and for each whether its gradient is sparse."""
-        roster = self.read_roster()
+        roster = self._read_roster()
         pairs = [(p, spec) for p, spec in zip(roster.params, roster.specs, strict=True) if spec.requires_grad]
         return [param for param, _ in pairs], [spec.sparse for _, spec in pairs]
 
@@ -233,11 +239,14 @@ class TorchNames:
         self: Any, parameters: Any, expect_sparse_gradient: Any, param_to_name_mapping: Any, static_graph: bool
     ) -> None:
         """Plan anew from the module as it is now. The lists that are given are not read."""
-        self._reducer.adopt(self.read_roster())
+        self._reducer.adopt(self._read_roster())
         if static_graph and not self.static_graph:
             self._set_static_graph()
 
     # -- graph and hooks -----------------------------------------------------------------------------
+
+    def _check_reducer_finalized(self: Any) -> None:
+        check_finished(self._reducer)
 
     def _fire_reducer_autograd_hook(self: Any, idx: int, *unused: Any) -> None:
         """Inside a backward, say that the gradient of the ``idx``-th trainable parameter is ready."""
@@ -252,7 +261,7 @@ class TorchNames:
         try:
             self._reducer.set_static_graph()
         except StateError as error:
-            self.fail(error)
+            self._fail(error)
         self.static_graph = True
 
     def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
@@ -281,7 +290,7 @@ class TorchNames:
 
     def _check_comm_hook(self: Any, hook: Any) -> None:
         if not callable(hook):
-            self.fail(BadTypeError("A communication hook must be callable."))
+            self._fail(BadTypeError("A communication hook must be callable."))
 
     def _update_process_group(self: Any, new_process_group: Any) -> None:
         self.update_process_group(new_process_group)
@@ -326,12 +335,12 @@ class TorchNames:
     ) -> None:
         """Overwrite ``bufs``, or all buffers if it is not given, with those of the authoritative rank."""
         tensors = self.modules_buffers if bufs is None else list(bufs)
-        self.broadcast_tensors(tensors, source=authoritative_rank, chunk_bytes=bucket_size)
+        self._broadcast_tensors(tensors, source=authoritative_rank, chunk_bytes=bucket_size)
 
     def _distributed_broadcast_coalesced(
         self: Any, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        self.broadcast_tensors(list(tensors), source=authoritative_rank, chunk_bytes=buffer_size)
+        self._broadcast_tensors(list(tensors), source=authoritative_rank, chunk_bytes=buffer_size)
 
     # -- join ----------------------------------------------------------------------------------------
 
@@ -353,7 +362,7 @@ class TorchNames:
         return logging_data(
             self.module,
             self._reducer,
-            arguments=self.arguments_now(),
+            arguments=self._arguments_now(),
             placement=self.placement,
             logbook=self.logbook,
             has_joined=self.joining.has_run,
@@ -361,15 +370,15 @@ class TorchNames:
 
     def _set_ddp_runtime_logging_sample_rate(self: Any, sample_rate: int) -> None:
         if sample_rate < 1:
-            self.fail(BadArgumentError(f"The sample rate must be at least 1, not {sample_rate}."))
+            self._fail(BadArgumentError(f"The sample rate must be at least 1, not {sample_rate}."))
         self.logbook.sample_rate = int(sample_rate)
 
     def _log_and_throw(self: Any, err_type: type[Exception], err_msg: str) -> None:
-        self.fail(err_type(err_msg))
+        self._fail(err_type(err_msg))
 
     # -- mixed precision -----------------------------------------------------------------------------
 
-    def mark_mixed_precision(self: Any) -> None:
+    def _mark_mixed_precision(self: Any) -> None:
         """Show each parameter's two dtypes under the attributes that torch's class leaves on it."""
         _setup_mixed_precision_params(self.mixed_precision, self.module)
 

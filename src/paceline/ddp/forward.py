@@ -25,11 +25,13 @@ from paceline.ddp.join import Joining
 from paceline.ddp.logging_data import Logbook
 from paceline.ddp.output_watch import OutputWatch
 from paceline.ddp.precision import Swap
+from paceline.ddp.sync_batchnorm import told_of_ours
 from paceline.ddp.verify import Verifier
 from paceline.gradients.outputs import needs_grad, plain_tensors, tie_to_graph
 from paceline.reduction import ownership
 from paceline.reduction.reducer import Reducer
 from paceline.reduction.telemetry import now_ns
+from paceline.reduction.usable import check_usable
 
 
 class Forward:
@@ -71,15 +73,20 @@ class Forward:
                 output = self.run(*inputs, **kwargs)
                 return self.after(output)
             except Exception as error:
-                self._note_failure("forward", error)
-                raise
+                told = self._failed(error)
+                if told is error:
+                    raise
+                raise told from error
 
     @_torch.hidden_from_compiler
     def before(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Do what happens before the module runs: say the word of ``join``, synchronise buffers, move the inputs."""
         reducer, sync = self._reducer, self._buffer_sync
-        reducer.check_usable()
+        check_usable(reducer)
         will_sync = torch.is_grad_enabled() and reducer.enabled
+        trains = torch.is_grad_enabled() and self._module.training
+        reducer.channel.progress.begin_forward(trains=trains and reducer.enabled)
+        reducer.origins.forward_ran |= trains and not reducer.roster.is_frozen()
         if will_sync:
             self._logbook.count_iteration()
             reducer.telemetry.current.forward_start_ns = now_ns()
@@ -126,6 +133,13 @@ class Forward:
             yield
         finally:
             Forward.active = previous
+
+    @_torch.hidden_from_compiler
+    def _failed(self, error: Exception) -> Exception:
+        """An eager forward has raised. Return the error that its caller is to see."""
+        told = told_of_ours(error, self._module)
+        self._note_failure("forward", told)
+        return told
 
     def _note_failure(self, where: str, error: BaseException) -> None:
         self._logbook.last_error = str(error)

@@ -54,7 +54,7 @@ class JoinableWrapper(Protocol):
 
     joining: Joining
 
-    def broadcast_state(self, *, source: int, with_buffers: bool) -> None:
+    def _broadcast_state(self, *, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers, of rank ``source``."""
 
 
@@ -132,7 +132,7 @@ class Joining:
         reducer, channel = self._reducer, self._reducer.channel
         source = highest_rank(is_last_joiner, rank=channel.rank, channel=channel, device=self._device)
         self.authoritative_rank = source
-        wrapper.broadcast_state(source=source, with_buffers=self._switches.forward_sync_buffers)
+        wrapper._broadcast_state(source=source, with_buffers=self._switches.forward_sync_buffers)
         reducer.weighing.by_participants = reducer.weighing.apart = False
         if self.has_shadowed:
             # The others' gradients served the optimizers inside join(). They are not this rank's to add to.

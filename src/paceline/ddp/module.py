@@ -31,12 +31,14 @@ from paceline.ddp.join import DDPJoinHook, Joining
 from paceline.ddp.logging_data import Logbook
 from paceline.ddp.output_watch import OutputWatch
 from paceline.ddp.precision import Swap
+from paceline.ddp.start_checks import check_trainable, failure_is_reported
+from paceline.ddp.stats import Stats
 from paceline.ddp.verify import Verifier
-from paceline.errors import BadTypeError, DisagreementError, MisuseError, StateError
+from paceline.errors import BadTypeError, MisuseError, StateError
 from paceline.gradients import portion
 from paceline.gradients.plan import BucketPlan
 from paceline.gradients.roster import SPEC_FIELDS, Roster, ignored_names
-from paceline.reduction import ownership
+from paceline.reduction import newcomers, ownership
 from paceline.reduction.exchange import hook_name
 from paceline.reduction.reducer import Reducer
 from paceline.reduction.weighing import as_weight
@@ -48,9 +50,31 @@ _MADE_ANEW = ("process_group", "_reducer", "module_buffers", "buffer_sync", "joi
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     """Replicate ``module`` on every rank and average its gradients during backward.
 
-    A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`: the arguments are the same, by name,
-    order and default. One is new: with ``verify_every=N`` ranks compare digests of all they hold every N steps.
-    What holds, and when it stops holding, is in docs/guarantees.md.
+    A drop-in for :class:`torch.nn.parallel.DistributedDataParallel`: the arguments are the same, by name, order and
+    default, and ``verify_every`` is new. What holds, and when it stops holding, is in docs/guarantees.md.
+
+    Arguments:
+        module: any module with a trainable parameter. Lazy and meta parameters are refused.
+        device_ids: None, or a list of one device, to which inputs are moved; None for a module on the CPU.
+        output_device: kept as an attribute. Outputs stay where the module left them.
+        dim: the dimension along which ``scatter`` and ``gather`` divide and join.
+        broadcast_buffers: deprecated. False leaves buffers as they are, also when wrapping.
+        init_sync: compare parameters and options between ranks, then take the values of rank 0. False: compare later.
+        process_group: the ranks to average over; all of them by default.
+        bucket_cap_mb: the size of a bucket in MiB. None chooses by the size of the module.
+        find_unused_parameters: buckets do not wait for what outputs do not lead to. Gradients are right without it.
+        check_reduction: deprecated, and does nothing.
+        gradient_as_bucket_view: you promise to keep no gradient over a step, which saves a check.
+        static_graph: you promise that every backward uses the same parameters, which is checked.
+        delay_all_reduce_named_params: ``(name, parameter)`` pairs that travel after all others.
+        param_to_hook_all_reduce: a parameter that has to be given with the argument above. It triggers nothing.
+        mixed_precision: a ``paceline.MixedPrecision``: the dtypes to compute and to reduce in.
+        device_mesh: a mesh of one dimension, whose group is used instead of ``process_group``.
+        skip_all_reduce_unused_params: do not send what no rank used in the first step, which is checked.
+        bucket_cap_mb_list: the sizes of the first, second, ... bucket in MiB. The last one repeats.
+        batched_grad_copy: copy large gradients into their bucket in batches too.
+        forward_sync_buffers: broadcast the buffers of rank 0 before each forward. None: as ``broadcast_buffers``.
+        verify_every: ranks compare digests of all that they hold each time so many steps are over. 0: never.
 
     >>> import torch, paceline
     >>> world = paceline.init()
@@ -92,7 +116,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             )
         self.process_group = choose_group(process_group, device_mesh)
         channel = Channel(self.process_group)
-        with _failure_is_reported(channel):
+        with failure_is_reported(channel):
             self.arguments = Arguments(
                 caps=Caps.from_arguments(bucket_cap_mb, bucket_cap_mb_list),
                 delay=Delay.from_arguments(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
@@ -107,36 +131,36 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             )
             sync = as_flag("init_sync", init_sync)
             self.arguments.warn(check_reduction=check_reduction)
-            self.keep_for_torch_names(dim, device_mesh)
+            self._keep_for_torch_names(dim, device_mesh)
             self.module = module
             self.parameters_to_ignore = set(ignored_names(module))
             self.switches = Switches.of(self.arguments)
             self.module_buffers = Buffers(module, ignored=frozenset(self.parameters_to_ignore))
-            roster = self.read_roster()
-            _check_trainable(module, roster)
+            roster = self._read_roster()
+            check_trainable(module, roster)
             self.placement = Placement.from_arguments(roster.params, device_ids, output_device)
             self._start(roster, channel, sync=sync)
         if mixed_precision is not None:
-            self.set_mixed_precision(mixed_precision)
+            self._set_mixed_precision(mixed_precision)
 
-    def arguments_now(self) -> Arguments:
+    def _arguments_now(self) -> Arguments:
         """The arguments that would make this wrapper as it is now."""
         return self.arguments.with_switches(self.switches)
 
-    def read_roster(self, group: dist.ProcessGroup | None = None) -> Roster:
+    def _read_roster(self, group: dist.ProcessGroup | None = None) -> Roster:
         """Read the parameters from the module as it is now, and check that ``group`` can reduce them."""
         ignored, delayed = frozenset(self.parameters_to_ignore), self.arguments.delay.names
         roster = Roster(self.module, ignored=ignored, delayed=delayed, tree=self.module_buffers.tree())
         group = group or self.process_group
         portion.check_parameters(roster.specs, roster.params, group)
-        if self.arguments_now().buffer_policy.ever:
+        if self._arguments_now().buffer_policy.ever:
             portion.check_buffers(self.module_buffers.named(), group)
         return roster
 
     def _start(self, roster: Roster, channel: Channel, *, sync: bool) -> None:
         """Make the parts that run the steps. With ``sync``, ranks agree first, and all take the state of rank 0."""
         ref = weakref.ref(self)
-        arguments = self.arguments_now()
+        arguments = self._arguments_now()
         state: StateBroadcast | None = None
         if sync and channel.size > 1:
             self._compare(channel, roster)
@@ -177,11 +201,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             logbook=self.logbook,
         )
         ownership.enter(reducer)
+        newcomers.watch()
         if state is not None:
             state.finish()
 
     def _reread(self) -> Roster:
-        newer = self.read_roster()
+        newer = self._read_roster()
         if [id(param) for param in newer.params] != [id(param) for param in self._reducer.roster.params]:
             # Graphs that were compiled before have no taps for the parameters that are new.
             self._forward.mark.renew()
@@ -189,20 +214,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _compare(self, channel: Channel, roster: Roster) -> None:
         """Raise on all ranks if they differ in what has to be the same on all."""
-        options = self.arguments_now().rows(self.module_buffers.named())
+        options = self._arguments_now().rows(self.module_buffers.named())
         channel.compare("parameters or options", options + roster.rows(), SPEC_FIELDS)
 
     def _compare_as_it_is(self) -> None:
         self._compare(self.channel, self._reducer.roster)
 
-    def broadcast_state(self, *, source: int = 0, with_buffers: bool) -> None:
+    def _broadcast_state(self, *, source: int = 0, with_buffers: bool) -> None:
         """Give all ranks the parameters (frozen ones too), and buffers, of rank ``source``."""
-        self.broadcast_tensors(self._state(self._reducer.roster, with_buffers=with_buffers), source=source)
+        self._broadcast_tensors(self._state(self._reducer.roster, with_buffers=with_buffers), source=source)
 
     def _state(self, roster: Roster, *, with_buffers: bool) -> list[Tensor]:
         return [*roster.params, *(self.module_buffers.named().values() if with_buffers else ())]
 
-    def broadcast_tensors(self, tensors: Sequence[Tensor], *, source: int = 0, chunk_bytes: int | None = None) -> None:
+    def _broadcast_tensors(self, tensors: Sequence[Tensor], *, source: int = 0, chunk_bytes: int | None = None) -> None:
         """Overwrite ``tensors`` on all ranks with those of rank ``source`` (its number in this group)."""
         if self.channel.size > 1 and tensors:
             StateBroadcast(
@@ -277,9 +302,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         with self._reducer.weighing.block(factor, params):
             yield
 
-    def stats(self) -> dict[str, Any]:
-        """Figures of the steps so far, each under a name, and the plan."""
-        return {**self._reducer.telemetry.summary(), "buckets": len(self.plan.buckets), "plan": self.plan}
+    def stats(self) -> Stats:
+        """What the steps so far have sent, how long backward waited for it, and the plan. ``print`` shows a table."""
+        figures = self._reducer.telemetry.summary()
+        return Stats(**figures, buckets=len(self.plan.buckets), world_size=self.channel.size, plan=self.plan)
 
     @property
     def channel(self) -> Channel:
@@ -288,7 +314,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @property
     def plan(self) -> BucketPlan:
-        """The buckets as they are now."""
+        """The buckets as they are now. ``print`` shows them as a table, with the names of the parameters."""
         return self._reducer.plan
 
     # -- comm hooks ----------------------------------------------------------------------------------
@@ -304,15 +330,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             run = hooks.resolve(hook)
             hooks.check_state(run, state, self.process_group)
         except MisuseError as error:
-            self.fail(error)
+            self._fail(error)
         self.logbook.hook_names.append(hook_name(hook))
-        self._reducer.use_hook(run, state, overlaps=hooks.overlaps(run), takes_group=hooks.takes_group(run))
+        self._reducer.exchange.use_hook(run, state, overlaps=hooks.overlaps(run), takes_group=hooks.takes_group(run))
+        self._reducer.activate()
 
     def remove_comm_hook(self) -> None:
         """Average plainly again."""
-        self._reducer.use_hook(None, None)
+        self._reducer.exchange.use_hook(None)
 
-    def fail(self, error: Exception) -> NoReturn:
+    def _fail(self, error: Exception) -> NoReturn:
         """Raise ``error``, and remember it for the logging data."""
         self.logbook.last_error = str(error)
         raise error
@@ -359,14 +386,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- the rest of a module ------------------------------------------------------------------------
 
-    def set_mixed_precision(self, config: Any) -> None:
+    def _set_mixed_precision(self, config: Any) -> None:
         """Run forward and backward in low precision from now on; see :mod:`paceline.ddp.precision`."""
         self.mixed_precision = config
         self._swap = Swap(self.module, config, ignored=frozenset(self.parameters_to_ignore))
         self._reducer.around_backward = self._swap
         self._reducer.exchange.reduce_dtype = config.reduce_dtype or config.param_dtype
         self._reducer.activate()
-        self.mark_mixed_precision()
+        self._mark_mixed_precision()
 
     def update_process_group(self, group: dist.ProcessGroup) -> None:
         """Go on with another group (fewer or more ranks) without wrapping anew."""
@@ -376,7 +403,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if exchange.hook is not None:
             hooks.check_state(exchange.hook, exchange.hook_state, group)
         channel = Channel(group)
-        self._compare(channel, self.read_roster(group))
+        self._compare(channel, self._read_roster(group))
         self.process_group = group
         self._reducer.move_to(group, channel)
 
@@ -390,32 +417,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.logger = None
         self.module_buffers = Buffers(self.module, ignored=frozenset(self.parameters_to_ignore))
         rate = self.logbook.sample_rate
-        self._start(self.read_roster(), Channel(self.process_group), sync=False)
+        self._start(self._read_roster(), Channel(self.process_group), sync=False)
         self.logbook.sample_rate = rate
         if self.mixed_precision is not None:
-            self.set_mixed_precision(self.mixed_precision)
-
-
-@contextlib.contextmanager
-def _failure_is_reported(channel: Channel) -> Iterator[None]:
-    """Report what the constructor raises: the other ranks may be about to compare notes with this one."""
-    try:
-        yield
-    except DisagreementError:
-        # All ranks raise it together.
-        raise
-    except BaseException as error:
-        channel.report("the constructor of DistributedDataParallel", error)
-        raise
-
-
-def _check_trainable(module: nn.Module, roster: Roster) -> None:
-    if not any(spec.requires_grad for spec in roster.specs):
-        raise StateError(
-            "DistributedDataParallel is not needed when a module has no parameter that requires a gradient: "
-            f"{type(module).__name__} has {len(roster.specs)} parameters and none is trainable. Use the "
-            "module as it is."
-        )
+            self._set_mixed_precision(self.mixed_precision)
 
 
 def _alive(ref: weakref.ref[DistributedDataParallel]) -> DistributedDataParallel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,14 @@ from paceline.gradients.outputs import find_tensors, first_leaf_node, first_para
 from paceline.reduction.phase import ForwardToken
 from paceline.reduction.reducer import Reducer
 
-Probes = Sequence[tuple[Tensor, Node | None]]
-"""Tensors that a backward can start from, each with a leaf by which that backward is known."""
+
+class Probe(NamedTuple):
+    """A tensor of an output that a backward can start from, and a leaf by which that backward is known."""
+
+    output: Tensor
+    tensor: Tensor
+    """It is ``output`` itself. Inside a transform of ``torch.func`` it is the tensor that the transform has wrapped."""
+    leaf: Node | None
 
 
 class OutputWatch:
@@ -38,11 +44,11 @@ class OutputWatch:
         """
         probes = self._probe(output)
         if every:
-            leads = [probe for _, probe in probes if probe is not None]
+            leads = [probe.leaf for probe in probes if probe.leaf is not None]
             if len(leads) < len(probes) or not leads:
                 # Some output, or all of them, leads to no parameter: this rank does not use any, or a reentrant
                 # checkpoint hides it. A backward of that output must be noticed all the same.
-                stray = {id(tensor) for tensor, probe in probes if probe is None}
+                stray = {id(probe.output) for probe in probes if probe.leaf is None}
                 anchor = self._anchor_tensor()
                 output = tie_to_graph(output, anchor, lambda tensor: not leads or id(tensor) in stray)
                 probes = self._probe(output)
@@ -54,29 +60,31 @@ class OutputWatch:
         # These can no longer be tied to the anchor, so any leaf that they lead to has to do.
         strays = {id(tensor) for tensor in own}
         probes = [
-            (tensor, first_leaf_node(tensor) if probe is None and id(tensor) in strays else probe)
-            for tensor, probe in self._probe(outputs)
+            probe._replace(leaf=first_leaf_node(probe.tensor))
+            if probe.leaf is None and id(probe.output) in strays
+            else probe
+            for probe in self._probe(outputs)
         ]
-        self._notice([pair for pair in probes if pair[1] is not None])
+        self._notice([probe for probe in probes if probe.leaf is not None])
 
-    def _notice(self, probes: Probes) -> None:
+    def _notice(self, probes: Sequence[Probe]) -> None:
         reducer, switches = self._reducer, self._switches
         token = ForwardToken()
-        for tensor, probe in probes:
-            if tensor.grad_fn is not None and probe is not None:
+        for _, tensor, leaf in probes:
+            if tensor.grad_fn is not None and leaf is not None:
                 reducer.forwards.add(token)
-                tensor.grad_fn.register_prehook(_backward_notice(weakref.ref(reducer), token, probe))
+                tensor.grad_fn.register_prehook(_backward_notice(weakref.ref(reducer), token, leaf))
         if switches.find_unused_parameters and not switches.static_graph and reducer.enabled:
             with record_function("search_unused_parameters"):
-                reducer.expect_unused(unreachable_params([tensor for tensor, _ in probes], reducer.roster.params))
+                reducer.expect_unused(unreachable_params([probe.tensor for probe in probes], reducer.roster.params))
 
-    def _probe(self, output: Any) -> Probes:
+    def _probe(self, output: Any) -> list[Probe]:
         is_reduced = self._reducer.slots.has
         anchor = self._anchor
         return [
-            (tensor, first_param_node(tensor, lambda leaf: leaf is anchor or is_reduced(leaf)))
-            for tensor in find_tensors(output)
-            if tensor.requires_grad
+            Probe(given, tensor, first_param_node(tensor, lambda leaf: leaf is anchor or is_reduced(leaf)))
+            for given in find_tensors(output)
+            if (tensor := _torch.below_transforms(given)).requires_grad
         ]
 
     def _anchor_tensor(self) -> Tensor:
@@ -85,13 +93,13 @@ class OutputWatch:
         return self._anchor
 
 
-def _backward_notice(ref: weakref.ref[Reducer], token: ForwardToken, probe: Node) -> Callable[[Any], None]:
-    """Make a hook for an output's node that reports a backward which will reach ``probe``. It keeps ``token`` alive."""
+def _backward_notice(ref: weakref.ref[Reducer], token: ForwardToken, leaf: Node) -> Callable[[Any], None]:
+    """Make a hook for an output's node that reports a backward which will reach ``leaf``. It keeps ``token`` alive."""
 
     @_torch.unseen_by_compiler
     def noticed(grads: Any) -> None:
         reducer = ref()
         if reducer is not None:
-            reducer.output_needed(token, probe)
+            reducer.output_needed(token, leaf)
 
     return noticed

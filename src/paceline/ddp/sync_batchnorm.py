@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.errors import BadArgumentError, BadTypeError
+from paceline import _torch
+from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.reduction.higher_order import SumAcrossRanks
 
 __all__ = ["SyncBatchNorm"]
@@ -53,9 +54,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check(input)
+        group = self._sync_group() if self.training else None
+        if group is not None and _torch.is_transforming():
+            raise StateError(
+                "SyncBatchNorm in training communicates with the other ranks, which a transform of torch.func (vmap, "
+                "grad, jacrev, ...) cannot differentiate or batch. Call eval() on the layer, or use torch.autograd."
+            )
         momentum = self._count_batch()
         tracks = self.track_running_stats and self.running_mean is not None
-        group = self._sync_group() if self.training else None
         if group is None:
             use_running = not self.training or self.track_running_stats
             return F.batch_norm(
@@ -156,6 +162,31 @@ def _converted(layer: nn.Module, name: str, process_group: Any) -> SyncBatchNorm
     new.__dict__.update(layer.__dict__)
     new.process_group = process_group
     return new
+
+
+def told_of_ours(error: Exception, module: nn.Module) -> Exception:
+    """The error that the user should see, which is ``error`` unless torch's SyncBatchNorm has refused the CPU.
+
+    In that case the error names the layer, and says that our SyncBatchNorm trains on the CPU. This cannot be checked
+    when the module is wrapped. torch's layer raises only when it trains, and until then it may well be on the CPU: the
+    module may still be moved to another device, or only evaluate.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not isinstance(error, ValueError) or trace is None:
+        return error
+    # We know the refusal by the frame that raised, because its words differ between versions of torch.
+    frame = trace.tb_frame
+    layer, input = frame.f_locals.get("self"), frame.f_locals.get("input")
+    is_torch_s = isinstance(layer, nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm)
+    if frame.f_code.co_name != "forward" or not is_torch_s or not isinstance(input, Tensor) or not input.is_cpu:
+        return error
+    name = next((name for name, held in module.named_modules() if held is layer), "")
+    return BadArgumentError(
+        f"The layer {name!r} is torch.nn.SyncBatchNorm, which does not train on the CPU. paceline.SyncBatchNorm does: "
+        "call paceline.SyncBatchNorm.convert_sync_batchnorm(module) before you wrap the module."
+    )
 
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:

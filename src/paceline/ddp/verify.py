@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.control import Channel
 from paceline.control.digest import combine, digest
@@ -43,11 +43,15 @@ class Verifier:
         self._ignored = ignored
         self._device = device
         self._steps = 0
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # In the order of their first steps, which is the same on all ranks; a set would have an order of its own.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._given: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
-        handle = register_optimizer_step_pre_hook(_step_hook(weakref.ref(self)))
-        weakref.finalize(self, handle.remove).atexit = False
+        # A closure runs backward inside of the step, so the gradients are there only after the step.
+        ref = weakref.ref(self)
+        for register, after in ((register_optimizer_step_pre_hook, False), (register_optimizer_step_post_hook, True)):
+            handle = register(_step_hook(ref, with_closure=after))
+            weakref.finalize(self, handle.remove).atexit = False
 
     def is_due(self, steps: int) -> bool:
         """Whether replicas are compared once ``steps`` backwards are over."""
@@ -59,14 +63,14 @@ class Verifier:
             self._buffers = {name: digest(buffer) for name, buffer in buffers.items()}
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Remember the gradients that an optimizer is about to use."""
+        """Remember the gradients that an optimizer is about to use, or has just used."""
         module = self._module()
         if module is None:
             return
         used = {id(param) for group in optimizer.param_groups for param in group["params"]}
         params = {name: param for name, param in self._params(module).items() if id(param) in used}
         if params:
-            self._optimizers.add(optimizer)
+            self._optimizers.setdefault(optimizer)
             if self.is_due(self._steps + 1):
                 self._given |= {name: digest(p.grad) for name, p in params.items() if p.grad is not None}
 
@@ -123,10 +127,13 @@ class Verifier:
         return torch.tensor(NO_OPINION, device=self._device) if found is None else found
 
 
-def _step_hook(ref: weakref.ref[Verifier]) -> Any:
+def _step_hook(ref: weakref.ref[Verifier], *, with_closure: bool) -> Any:
+    """A hook for steps that get a closure, or for those that get none."""
+
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         verifier = ref()
-        if verifier is not None:
+        has_closure = any(callable(argument) for argument in (*args[1:2], kwargs.get("closure")))
+        if verifier is not None and has_closure is with_closure:
             verifier.see_optimizer(optimizer)
 
     return hook
@@ -141,7 +148,7 @@ def optimizer_digests(
 ) -> dict[str, Tensor]:
     """For each parameter, a digest of what optimizers remember of it and of their options for it."""
     names = {id(param): name for name, param in params.items()}
-    found: dict[str, Tensor] = {}
+    found: dict[str, list[Tensor | int]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             options = [_of_value(group[key]) for key in sorted(group) if key != "params"]
@@ -149,8 +156,8 @@ def optimizer_digests(
                 if id(param) in names and param in optimizer.state:
                     state = optimizer.state[param]
                     parts = [_of_value(state[key]) for key in sorted(state, key=str)]
-                    found[names[id(param)]] = combine([*options, *parts], device=device)
-    return found
+                    found.setdefault(names[id(param)], []).extend([*options, *parts])
+    return {name: combine(parts, device=device) for name, parts in found.items()}
 
 
 def _of_value(value: object) -> Tensor | int:

@@ -242,7 +242,10 @@ class Bucket:
 
     def multiply(self, factor: float) -> None:
         """Scale what the bucket holds, after it has come back."""
-        if self.payload is not None:
+        if self.payload is not None and factor == 0.0:
+            # A product would leave negative zeros, and NaN wherever a value is infinite or NaN.
+            self.payload.zero_()
+        elif self.payload is not None:
             self.payload.mul_(factor)
         elif self.slots[0].view is not None:
             self.slots[0].view = self.slots[0].view * factor

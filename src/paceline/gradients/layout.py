@@ -51,6 +51,8 @@ def aligned(size_bytes: int) -> int:
 class Layout:
     """Where each parameter's gradient lives while ``plan`` is in force.
 
+    ``wrapper`` is the number of the wrapper in its group.
+
     ``slots`` maps the id of each parameter to its slot. Slots that the plan leaves out are in no bucket. ``ledger`` is
     the ledger of an earlier plan for the same parameters, if there was one.
     """
@@ -61,6 +63,7 @@ class Layout:
         slots: Mapping[int, Slot],
         *,
         n_ranks: int,
+        wrapper: int,
         copy_in_batches: bool,
         ledger: Ledger | None = None,
     ) -> None:
@@ -92,7 +95,9 @@ class Layout:
                 slot.immediate = not small or bucket.spec.sparse or isinstance(slot.param, Portion)
             # Going by the order seen so far, this gradient completes the bucket.
             bucket.slots[-1].immediate = True
-        self.status_code = StatusCode(n_ranks=n_ranks, n_buckets=len(self.buckets), n_params=len(self.slots))
+        self.status_code = StatusCode(
+            n_ranks=n_ranks, n_buckets=len(self.buckets), n_params=len(self.slots), wrapper=wrapper
+        )
 
     def used_ids(self) -> set[int]:
         """The ids of the parameters that got a gradient since the last synchronisation."""

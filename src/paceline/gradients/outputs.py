@@ -12,6 +12,8 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from paceline import _torch
+
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.nn.Module)
 # torch may be built without RPC, which must not matter to anybody else.
 _RRef: type | None = getattr(rpc, "RRef", None)
@@ -125,20 +127,35 @@ def first_leaf_node(output: Tensor) -> Node | None:
 
 
 class _Anchor(torch.autograd.Function):
-    """Ties a tensor to a leaf, so that a backward through it is noticed although no parameter was used."""
+    """Ties a tensor to a leaf, so that a backward through it is noticed although no parameter was used.
+
+    It is written for ``torch.func`` too: vjp, vmap and the like run through whatever a wrapper returns.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+    def forward(tensor: Tensor, anchor: Tensor) -> Tensor:
         # It is not a view, since users change outputs in place, which autograd forbids for views made in a function.
         return tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Save nothing: the gradient of a copy is the gradient of the original."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, anchor_tangent: Tensor | None) -> Tensor:
+        return tangent.clone()
+
 
 def tie(tensor: Tensor, anchor: Tensor) -> Tensor:
     """``tensor`` made part of the autograd graph, with ``anchor`` as its leaf."""
+    if _torch.is_functionalizing():
+        return tensor
     tied: Tensor = _Anchor.apply(tensor, anchor)
     return tied
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from paceline.gradients.plan_table import plan_lines
+
 MB = 1 << 20
 DEFAULT_CAP_BYTES = 25 * MB
 # The first bucket is small so that communication starts while most of backward is still to come.
@@ -91,7 +93,7 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets of a module, in launch order."""
+    """The buckets of a module, in launch order. ``print`` shows them as a table."""
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketSpec, ...]
@@ -111,7 +113,11 @@ class BucketPlan:
         return sum(b.size_bytes for b in self.buckets)
 
     def names(self, params: Iterable[int]) -> list[str]:
+        """The names of the parameters with these indices, such as ``bucket.params``."""
         return [self.specs[i].name for i in params]
+
+    def __str__(self) -> str:
+        return "\n".join(plan_lines(self))
 
 
 def default_caps_bytes(total_bytes: int) -> tuple[int, ...]:

@@ -73,11 +73,13 @@ class Roster:
     ) -> None:
         """``tree`` is the tree of ``module`` as it is now; it is made if it is not given."""
         self._module = module
+        self._ignored = ignored
         self.params: list[Tensor] = []
         self.specs: list[ParameterSpec] = []
         self.ignored: list[Tensor] = []
         seen: set[int] = set()
         self._tree = tree or ModuleTree(module)
+        self._owner_ids = {id(owner) for _, owner in self._tree.owners}
         # These have, for each parameter: the dictionary that it is in, its key there, and the parameter itself.
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
@@ -112,6 +114,29 @@ class Roster:
 
     def training(self) -> bool:
         return self._module.training
+
+    def is_frozen(self) -> bool:
+        """Whether the module, as it is now, has no parameter that takes part and requires a gradient."""
+        # The first of these two checks nearly always ends at the first parameter.
+        return not any(map(_requires_grad, self.params)) and not any(
+            param.requires_grad for name, param in self._module.named_parameters() if name not in self._ignored
+        )
+
+    def name_now(self, param: Tensor) -> str | None:
+        """The name of ``param`` in the module as it is now; None if it is not there or takes no part."""
+        found = (name for name, other in self._module.named_parameters() if other is param)
+        return next((name for name in found if name not in self._ignored), None)
+
+    def has_module(self, module: nn.Module) -> bool:
+        """Whether ``module`` is a part of the module, as far as can be told without walking through all of it.
+
+        The answer may be a wrong yes: a new module may have the id of a part that was deleted.
+        """
+        return id(module) in self._owner_ids
+
+    def expect_modules(self, module: nn.Module) -> None:
+        """Count ``module`` and its parts as parts of the module, before it is read anew."""
+        self._owner_ids.update(map(id, module.modules()))
 
     @staticmethod
     def _spec(name: str, param: Tensor, sparse: bool, delayed: bool) -> ParameterSpec:

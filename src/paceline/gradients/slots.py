@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -143,21 +145,7 @@ class Slots:
 
     # -- several wrappers ----------------------------------------------------------------------------
 
-    def yield_to(self, other: Slots) -> None:
-        """Leave the parameters that both have to ``other``."""
-        both = self.by_id.keys() & other.by_id.keys()
-        if both:
-            self.shared = other.shared = True
-            for key in both:
-                self.by_id[key].owned = False
-                other.by_id[key].owned = True
-
-    def owned_ids(self) -> set[int]:
-        return {key for key, slot in self.by_id.items() if slot.owned}
-
-    def own_all_but(self, taken: set[int]) -> set[int]:
-        """Own every parameter that is not ``taken``; return the ids of those parameters."""
-        free = self.by_id.keys() - taken
-        for key in free:
-            self.by_id[key].owned = True
-        return free
+    def leave(self, param_ids: Set[int]) -> None:
+        """Leave these parameters to another wrapper."""
+        for key in self.by_id.keys() & param_ids:
+            self.by_id[key].owned = False

@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from paceline.control.user_code import line_of_caller
+from paceline.errors import DisagreementError
 from paceline.gradients.bucket import Bucket, absorb, absorb_early, hand_out
 from paceline.gradients.layout import Layout
 from paceline.gradients.portion import Portion
@@ -24,6 +26,7 @@ from paceline.gradients.status import Status
 from paceline.reduction.countdown import Countdown
 from paceline.reduction.early_gradients import Early, StandIns, can_be_taken
 from paceline.reduction.exchange import Exchange, Finish
+from paceline.reduction.origin import Origin, Origins
 from paceline.reduction.telemetry import Telemetry, now_ns
 from paceline.reduction.weighing import Weighing
 
@@ -39,6 +42,7 @@ class Backward:
         exchange: Exchange,
         weighing: Weighing,
         telemetry: Telemetry,
+        origins: Origins,
         syncing: bool,
         create_graph: bool = False,
         observing: bool = False,
@@ -50,6 +54,7 @@ class Backward:
         self.exchange = exchange
         self.weighing = weighing
         self.telemetry = telemetry
+        self.origins = origins
         self.syncing = syncing
         """Whether this backward averages gradients, or only accumulates them (``no_sync``)."""
         self.create_graph = create_graph
@@ -146,6 +151,12 @@ class Backward:
         for number in self.countdown.leaving():
             self._launch(self.layout.buckets[number])
 
+    def launch_all_but_last(self) -> None:
+        """Send every bucket but the last, complete or not ([Note: several wrappers in one backward] in turns.py)."""
+        if not self.create_graph:
+            for number in self.countdown.leaving(incomplete=True):
+                self._launch(self.layout.buckets[number])
+
     def _launch(self, bucket: Bucket) -> None:
         times, exchange, layout = self.telemetry.current, self.exchange, self.layout
         times.launches_ns.append(now_ns())
@@ -183,7 +194,7 @@ class Backward:
     def finish(self) -> Status:
         """Send what has not left, wait for everything, and hand the averages out; return what all ranks said."""
         layout, exchange, weighing = self.layout, self.exchange, self.weighing
-        for number in self.countdown.leaving(backward_is_over=True):
+        for number in self.countdown.leaving(incomplete=True, with_last=True):
             self._launch(layout.buckets[number])
         status = self._wait()
         with torch.no_grad():
@@ -230,12 +241,16 @@ class Backward:
 
     def local_status(self) -> Status:
         """What this rank has to say about this backward."""
+        origin = self.origins.of_backward()
+        has_opinion = origin is not Origin.UNKNOWN and not self.weighing.abstains
+        mark = self.layout.status_code.mark(of_module=origin is Origin.MODULE) if has_opinion else (0.0, 0.0, 0.0)
         return Status(
             self.weighing.share(),
             self.weighing.vote(self.exchange.size),
             float(bool(self.complaint)),
             [float(number in self._late) for number in range(len(self.layout.buckets))],
             self.layout.ledger.used,
+            *mark,
         )
 
     def start_status(self) -> tuple[Tensor, Finish]:
@@ -246,11 +261,25 @@ class Backward:
         return numbers, self.exchange.start_status(numbers)
 
     def read_status(self, numbers: Tensor) -> Status:
-        """What all ranks have said; raises if some of them weighed this backward and some did not."""
+        """What all ranks have said. It raises if they ran different backwards, or if only some weighed theirs."""
         self.telemetry.sent_bytes = self.layout.plan.size_bytes
         status = self.layout.status_code.read(numbers)
+        if not status.is_one_backward:
+            raise DisagreementError(self._who_ran_what())
         self.weighing.check(status, n_ranks=self.exchange.size, rank=self.exchange.channel.rank)
         return status
+
+    def _who_ran_what(self) -> str:
+        """Which backward each rank ran, if they are not the same ([Note: backwards that meet] in origin.py)."""
+        channel = self.exchange.channel
+        number = f"backward {channel.step + 1} of wrapper {channel.progress.wrapper}"
+        mine = f"{number}, {self.origins.of_backward().value}, at {line_of_caller()}"
+        told = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(channel.gather_in_group(mine)))
+        return (
+            f"Ranks ran different backwards at the same time, and their gradients cannot be averaged:{told}\n"
+            "Run the same backwards in the same order on every rank. If one rank runs a backward by itself, put it "
+            "into `with ddp.no_sync():`. The gradients are lost: call zero_grad() before you go on."
+        )
 
     @cached_property
     def complaint(self) -> str:

@@ -61,19 +61,18 @@ class Countdown:
                     self._some_completed = True
         return out_of_turn
 
-    def leaving(self, *, backward_is_over: bool = False) -> Iterator[int]:
+    def leaving(self, *, incomplete: bool = False, with_last: bool = False) -> Iterator[int]:
         """The numbers of the buckets that leave now, in the order of the plan.
 
-        A bucket leaves when it is complete and all before it have left. The last one waits until the backward is over,
-        since it carries the status; the others leave then as well, complete or not.
+        A bucket leaves when it is complete and all before it have left; with ``incomplete``, it need not be complete.
+        The last one carries the status, so it leaves only ``with_last``, when the backward is over.
         """
-        if not (self._some_completed or backward_is_over):
+        if not (self._some_completed or incomplete):
             return
         self._some_completed = False
-        bucket_left, last = self._bucket_left, len(self._bucket_left) - 1
-        while self.next_bucket <= last and (
-            backward_is_over or (self.next_bucket < last and bucket_left[self.next_bucket] <= 0)
-        ):
+        bucket_left = self._bucket_left
+        end = len(bucket_left) if with_last else len(bucket_left) - 1
+        while self.next_bucket < end and (incomplete or bucket_left[self.next_bucket] <= 0):
             self.next_bucket += 1
             yield self.next_bucket - 1
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline import _torch
 from paceline.gradients.slots import Slot
-from paceline.reduction.inbox import hears_alone
+from paceline.reduction.gradient_hooks import hears_alone
 
 Strides = Sequence[int]
 

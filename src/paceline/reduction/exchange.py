@@ -6,6 +6,7 @@ the result where it belongs. What happens between the two is the overlap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from paceline import transport
 from paceline.control import Channel
-from paceline.errors import BadTypeError
+from paceline.errors import BadTypeError, DisagreementError
 from paceline.gradients.bucket import Bucket
 from paceline.gradients.grad_bucket import CommHook, GradBucket
 from paceline.gradients.slots import Slot
 from paceline.gradients.status import STATUS_DTYPES
+from paceline.transport.c10d.sparse import are_coalesced
 
 Finish = Callable[[], None]
 
@@ -42,6 +44,12 @@ class Exchange:
         self.group, self.channel = group, channel
         self.mean_factor = torch.tensor(1.0 / channel.size, dtype=torch.float64)
         """What makes an average of a sum, as a tensor: see ``bucket.absorb``."""
+
+    def use_hook(
+        self, hook: CommHook | None, state: object = None, *, overlaps: bool = True, takes_group: bool = False
+    ) -> None:
+        """Let ``hook`` communicate the buckets; None stands for the plain average."""
+        self.hook, self.hook_state, self.hook_overlaps, self.hook_takes_group = hook, state, overlaps, takes_group
 
     @property
     def size(self) -> int:
@@ -118,8 +126,10 @@ class Exchange:
             doing = self._doing_hook(what)
             return lambda: deliver(self.channel.wait_future(future, doing))
         rows = (grad.detach() * scale).coalesce()
-        if dist.get_backend(self.group) == dist.Backend.GLOO or transport.adds_sparse(self.group):
+        if transport.checks_sparse(self.group):
             return self._start_sparse_sum(rows, what, deliver)
+        if dist.get_backend(self.group) == dist.Backend.GLOO or transport.adds_sparse(self.group):
+            return self._start_sparse_sum(rows, what, lambda total: deliver(_checked(total.coalesce(), what)))
         return self.gather_sparse(rows, what, deliver)
 
     def _start_sparse_sum(self, tensor: Tensor, what: str, deliver: Callable[[Tensor], None]) -> Finish:
@@ -137,7 +147,14 @@ class Exchange:
         lengths = torch.zeros(size, dtype=torch.long, device=tensor.device)
         lengths[channel.rank] = len(tensor.values())
         self.channel.start_all_reduce(lengths, f"the row counts of {what}")()
-        longest = int(lengths.max())
+        counts = lengths.tolist()
+        longest = max(counts)
+        if (
+            min(counts) < 0
+            or longest > math.prod(tensor.shape[: tensor.sparse_dim()])
+            or counts[channel.rank] != len(tensor.values())
+        ):
+            raise _damaged(what)
 
         def padded(part: Tensor) -> Tensor:
             full = part.new_zeros((longest, *part.shape[1:]))
@@ -156,10 +173,10 @@ class Exchange:
             for work in works:
                 assert work is not None
                 channel.wait(work, f"the sparse gather of {what}")
-            counts = lengths.tolist()
             index = torch.cat([part[:n] for part, n in zip(all_indices, counts, strict=True)]).t()
             value = torch.cat([part[:n] for part, n in zip(all_values, counts, strict=True)])
-            deliver(torch.sparse_coo_tensor(index, value, tensor.shape, check_invariants=False).coalesce())
+            total = torch.sparse_coo_tensor(index, value, tensor.shape, check_invariants=False).coalesce()
+            deliver(_checked(total, what))
 
         return finish
 
@@ -199,6 +216,20 @@ class Exchange:
                 target.copy_(result)
 
         return finish
+
+
+def _checked(total: Tensor, what: str) -> Tensor:
+    """A sum of rows that other ranks have sent. Nothing else looks whether they are inside the parameter."""
+    if not are_coalesced(total.indices(), total.shape):
+        raise _damaged(what)
+    return total
+
+
+def _damaged(what: str) -> DisagreementError:
+    return DisagreementError(
+        f"The rows that some rank sent for {what} are damaged: their number or their indices do not fit the parameter. "
+        "Look at what ranks do differently before backward."
+    )
 
 
 def _flat_result(result: object, target: Tensor, *, name: str, what: str) -> Tensor:

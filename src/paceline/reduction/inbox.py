@@ -7,13 +7,14 @@ parameters that is the difference between calling Python code a thousand times a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from paceline import _torch
-from paceline.gradients.slots import Slot
+from paceline.gradients.slots import Slot, Slots
+from paceline.reduction.gradient_hooks import HookKey, HookTable, add_hook, table_of
 
 # The most gradients in a batch. It bounds the memory of gradients that are ready and not yet in their buckets.
 BATCH = 32
@@ -23,21 +24,47 @@ GROWTH = 4
 
 
 class Recipient(Protocol):
+    @property
+    def slots(self) -> Slots: ...
+
     def gradients_ready(self, slots: list[Slot]) -> None:
         """Look at the gradients of these slots, which have become ready in this order."""
 
     def brings_more(self, slot: Slot) -> bool:
         """The stand-in of a gradient that was taken early has come. Say whether something else came with it."""
 
+    def stranger_ready(self, param: Tensor) -> None:
+        """Hear that a parameter has a gradient, though it was frozen or not there when the roster was last read."""
 
-class HookKey:
-    """What a hook of an inbox is registered under, so that it can be told from the hooks of others."""
+
+class _Key(HookKey):
+    """The key of one inbox. It refers to the inbox weakly, because hooks must not keep an inbox alive."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = weakref.ref(inbox)
+
+    def averages(self, param: Tensor) -> bool:
+        inbox = self._inbox()
+        return inbox is not None and inbox.averages(param)
+
+    def share(self) -> None:
+        inbox = self._inbox()
+        recipient = None if inbox is None else inbox.recipient()
+        if recipient is not None:
+            recipient.slots.shared = True
+
+    def own(self, param_id: int) -> None:
+        inbox = self._inbox()
+        if inbox is not None:
+            inbox.own(param_id)
 
 
-def hears_alone(param: Tensor) -> bool:
-    """Whether hooks of inboxes, and no hooks of others, see the accumulated gradient of ``param``."""
-    keys = _torch.gradient_hook_keys(param)
-    return bool(keys) and all(isinstance(key, HookKey) for key in keys)
+class _Listening(NamedTuple):
+    """What belongs to a parameter that has a hook of ours. A stranger has no slot, and is not kept alive."""
+
+    table: HookTable
+    slot: Slot | None
+    stranger: weakref.ref[Tensor] | None = None
 
 
 class Inbox:
@@ -46,15 +73,17 @@ class Inbox:
     def __init__(self, recipient: Recipient) -> None:
         # The reference is weak: a wrapper that is dropped must take its hooks off the module at once, and not when
         # the garbage collector comes by.
-        self._recipient = weakref.ref(recipient)
+        self.recipient = weakref.ref(recipient)
         self._slots: list[Slot] = []
-        self._listening: dict[int, _torch.GradientHooks] = {}
-        """The hooks of each parameter that has one of ours, by the id of the parameter."""
-        self._key = HookKey()
+        self._listening: dict[int, _Listening] = {}
+        """By the id of the parameter."""
+        self._key = _Key(self)
         self.limit = 1
         """How many gradients make a batch. It is 1 between backwards, so that the next backward is noticed at once."""
         self._in_backward = False
+        self._averaging = False
         self._came = 0
+        self._stranger_hook = self._make_stranger_hook()
         self._finalizer = weakref.finalize(recipient, _remove_all, self._listening, self._key)
 
     def take(self) -> list[Slot]:
@@ -67,26 +96,62 @@ class Inbox:
             self.limit = min(BATCH, 1 + self._came // GROWTH)
         return slots
 
-    def begin_backward(self) -> None:
-        self._in_backward = True
+    def begin_backward(self, *, averaging: bool = False) -> None:
+        self._in_backward, self._averaging = True, averaging
 
     def end_backward(self) -> None:
-        self._in_backward, self.limit, self._came = False, 1, 0
+        self._in_backward, self._averaging, self.limit, self._came = False, False, 1, 0
 
-    def listen_to(self, slots: dict[int, Slot]) -> None:
-        """Have hooks on the parameters of exactly these slots, which are given by the parameter's id."""
-        for param_id in self._listening.keys() - slots.keys():
-            self._listening.pop(param_id).pop(self._key, None)
+    def averages(self, param: Tensor) -> bool:
+        """Whether the gradient of ``param`` is averaged at the end of the backward that runs."""
+        heard = self._listening.get(id(param))
+        slot = None if heard is None else heard.slot
+        return self._averaging and slot is not None and slot.owned and slot.bucket >= 0
+
+    def take_over(self) -> set[int]:
+        """Own all parameters that have a hook of ours; return their ids."""
+        for param_id, heard in self._listening.items():
+            heard.table.owner = self._key
+            self.own(param_id)
+        return set(self._listening)
+
+    def own(self, param_id: int) -> None:
+        """Reduce the parameter with this id from now on, if it has a slot."""
+        heard = self._listening.get(param_id)
+        if heard is not None and heard.slot is not None:
+            heard.slot.owned = True
+
+    def listen_to(self, slots: Mapping[int, Slot], strangers: Iterable[Tensor] = ()) -> None:
+        """Have hooks on the parameters of exactly these slots, given by the parameter's id, and on ``strangers``.
+
+        A stranger is a parameter that is not reduced at the moment, because it is frozen. If the program calls the
+        module and not the wrapper, only this hook can tell that the parameter is trained again.
+        """
+        listening, key = self._listening, self._key
+        without_slot = {id(param): param for param in strangers if id(param) not in slots}
+        for param_id in listening.keys() - slots.keys() - without_slot.keys():
+            listening.pop(param_id).table.take_out(key, param_id)
+        for param_id, param in without_slot.items():
+            if param_id not in listening or listening[param_id].slot is not None:
+                self.listen_to_stranger(param)
         hook_of = self._hook_maker()
         hook: Callable[[Tensor], None] | None = None
         for param_id, slot in slots.items():
-            if param_id not in self._listening:
+            if param_id not in listening or listening[param_id].slot is not slot:
                 hook = hook_of(slot)
-                hooks = self._listening[param_id] = _torch.gradient_hooks(slot.leaf)
-                hooks[self._key] = hook
+                table = add_hook(slot.leaf, key, hook)
+                listening[param_id] = _Listening(table, slot)
+                slot.owned = table.owner is key
         if hook is not None:
             # Marking one hook is enough, since the mark is on the code that they share.
             _torch.unseen_by_compiler(hook)
+
+    def listen_to_stranger(self, param: Tensor) -> None:
+        """Have a hook on ``param``, which has no slot."""
+        listening, param_id = self._listening, id(param)
+        # A program may put new parameters into the module again and again, so those that are gone are forgotten.
+        gone = weakref.ref(param, lambda ref: _forget(listening, param_id, ref))
+        listening[param_id] = _Listening(add_hook(param, self._key, self._stranger_hook), None, gone)
 
     def stop_listening(self) -> None:
         _remove_all(self._listening, self._key)
@@ -94,6 +159,17 @@ class Inbox:
     def hook(self, slot: Slot) -> Callable[[Tensor], None]:
         """What autograd calls when the slot's gradient is ready."""
         return self._hook_maker()(slot)
+
+    def _make_stranger_hook(self) -> Callable[[Tensor], None]:
+        ref, key = self.recipient, self._key
+
+        @_torch.unseen_by_compiler
+        def stranger_ready(param: Tensor) -> None:
+            recipient = ref()
+            if recipient is not None and table_of(param).owner is key:
+                recipient.stranger_ready(param)
+
+        return stranger_ready
 
     def _hook_maker(self) -> Callable[[Slot], Callable[[Tensor], None]]:
         # There may be thousands of hooks. They have all this in common, and only the slot is their own.
@@ -105,12 +181,12 @@ class Inbox:
                     return
                 if slot.awaits_stand_in:
                     # This cannot wait: the stand-in must be gone before autograd adds something else to it.
-                    recipient = self._recipient()
+                    recipient = self.recipient()
                     if recipient is None or not recipient.brings_more(slot):
                         return
                 append(slot)
                 if slot.immediate or len(slots) >= self.limit:
-                    recipient = self._recipient()
+                    recipient = self.recipient()
                     if recipient is not None:
                         recipient.gradients_ready(self.take())
 
@@ -119,7 +195,13 @@ class Inbox:
         return hook
 
 
-def _remove_all(listening: dict[int, _torch.GradientHooks], key: object) -> None:
-    for hooks in listening.values():
-        hooks.pop(key, None)
+def _remove_all(listening: dict[int, _Listening], key: HookKey) -> None:
+    for param_id, heard in listening.items():
+        heard.table.take_out(key, param_id)
     listening.clear()
+
+
+def _forget(listening: dict[int, _Listening], param_id: int, ref: weakref.ref[Tensor]) -> None:
+    # The id may be that of another parameter by now.
+    if param_id in listening and listening[param_id].stranger is ref:
+        del listening[param_id]

@@ -20,7 +20,6 @@ def enter(reducer: Reducer) -> None:
     """Give a new wrapper the parameters that it shares with others."""
     _live.append(weakref.ref(reducer, _live.remove))
     take_over(reducer)
-    weakref.finalize(reducer, _give_back).atexit = False
 
 
 def live() -> Sequence[Reducer]:
@@ -31,15 +30,7 @@ def live() -> Sequence[Reducer]:
 
 def take_over(reducer: Reducer) -> None:
     """Give this wrapper, which is in use, the parameters that it shares with others."""
+    taken = reducer.inbox.take_over()
     for other in live():
         if other is not reducer:
-            other.slots.yield_to(reducer.slots)
-
-
-def _give_back() -> None:
-    """Give the parameters of a wrapper that is gone to one that is left."""
-    taken: set[int] = set()
-    for reducer in live():
-        taken |= reducer.slots.owned_ids()
-    for reducer in live():
-        taken |= reducer.slots.own_all_but(taken)
+            other.slots.leave(taken)

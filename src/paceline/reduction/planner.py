@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.errors import StateError
+from paceline.control import replicas
+from paceline.control.digest import digest
+from paceline.control.replicas import Held
+from paceline.errors import DisagreementError, ReplicaMismatchError, StateError
 from paceline.gradients.layout import Layout
 from paceline.gradients.ledger import Ledger
 from paceline.gradients.plan import BucketPlan, arranged, make_plan
@@ -86,6 +89,7 @@ class Planner:
             plan,
             self.slots.by_id,
             n_ranks=self._exchange.size,
+            wrapper=self._exchange.channel.progress.wrapper,
             copy_in_batches=self.options.copy_in_batches,
             ledger=known,
         )
@@ -101,7 +105,25 @@ class Planner:
         channel.announce_replan(reason, step=step)
         # The caller adopts it. If ranks differ, nothing is adopted, and the next backward notices the change again.
         channel.compare("parameters after a change", newer.rows(), SPEC_FIELDS)
+        self._compare_values(newer)
         return newer
+
+    def _compare_values(self, newer: Roster) -> None:
+        """Raise on all ranks if parameters that have come since the module was wrapped differ between ranks."""
+        known = {id(param) for param in self.roster.params}
+        pairs = zip(newer.specs, newer.params, strict=True)
+        new = {Held("parameter", spec.name): digest(param) for spec, param in pairs if id(param) not in known}
+        # A rank may have replaced a parameter that another rank has kept.
+        self._exchange.channel.compare("new parameters", [[held.name] for held in new], ["name"])
+        device = self._exchange.status_device(newer.params[0].device)
+        digests = torch.stack([value.to(device) for value in new.values()]) if new else torch.empty(0)
+        found = replicas.compare(self._exchange.channel, list(new), digests)
+        if found is not None:
+            raise ReplicaMismatchError(
+                f"Parameters that were added or replaced after wrapping have different values: {found}. Give them the "
+                "same values on every rank, for example with torch.manual_seed(), or add them before the module is "
+                "wrapped, which gives all ranks those of rank 0."
+            )
 
     def promise_static_graph(self) -> None:
         self.options = replace(self.options, static_graph=True, rebuild=True)
@@ -155,7 +177,13 @@ class Planner:
         device = exchange.status_device(self.layout.slots[0].local.device)
         shared = torch.tensor(order, dtype=torch.int64, device=device)
         exchange.channel.start_broadcast(shared, "the order of buckets", source=0)()
-        return shared.tolist()
+        theirs: list[int] = shared.tolist()
+        if sorted(theirs) != sorted(order):
+            raise DisagreementError(
+                "Rank 0 has sent an order of the gradients that is not one of this module's parameters. Build the "
+                "module in the same way on every rank."
+            )
+        return theirs
 
     def _leave_out(self, status: Status) -> None:
         """Stop sending what no rank used (``skip_all_reduce_unused_params``)."""

@@ -7,9 +7,9 @@ did, or whether it went through the wrapper at all, does not matter.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,23 @@ from torch.autograd.graph import Node
 from paceline import _torch
 from paceline.control import Channel
 from paceline.errors import ContractError, DisagreementError, StateError
-from paceline.gradients.grad_bucket import CommHook
-from paceline.gradients.ledger import UNFINISHED, Ledger
+from paceline.gradients.ledger import Ledger
 from paceline.gradients.plan import BucketPlan
 from paceline.gradients.roster import Roster
 from paceline.gradients.slots import Slot, Slots
+from paceline.reduction import turns
 from paceline.reduction.backward import Backward
 from paceline.reduction.backward_end import BackwardEnd
 from paceline.reduction.early_gradients import Early, StandIns, give_back
 from paceline.reduction.exchange import Exchange
+from paceline.reduction.gradient_hooks import HookTable, call_others
 from paceline.reduction.higher_order import average_with_graph
 from paceline.reduction.inbox import Inbox
+from paceline.reduction.origin import Origins
 from paceline.reduction.phase import ForwardToken, Phase
 from paceline.reduction.planner import Planner, ReducerOptions
 from paceline.reduction.telemetry import Telemetry, now_ns
+from paceline.reduction.usable import check_usable
 from paceline.reduction.weighing import Weighing
 
 
@@ -68,12 +71,12 @@ class Reducer:
         """Called when a synchronised backward is complete, with its number and whether this rank contributed to it."""
         self.phase = Phase.IDLE
         self.last_error = ""
-        self._inbox = Inbox(self)
+        self.inbox = Inbox(self)
         self._stand_ins = StandIns()
-        self._backward: Backward | None = None
+        self.backward: Backward | None = None
         """The backward that runs, or that was interrupted."""
+        self.origins = Origins()
         self._needed_alone = False
-        self._warned_of_eval = False
         self._unused_hint: frozenset[int] | None = None
         self.listen()
 
@@ -116,25 +119,16 @@ class Reducer:
 
     def activate(self) -> None:
         """Use buckets even on a rank that is alone, because something needs them."""
-        self._needed_alone = True
-        self.listen()
+        was_active, self._needed_alone = self.active, True
+        if not was_active:
+            self.listen()
 
     def listen(self) -> None:
         if self.active:
-            self._inbox.listen_to(self.slots.by_id)
+            self.inbox.listen_to(self.slots.by_id, self.roster.params)
 
     def stop_listening(self) -> None:
-        self._inbox.stop_listening()
-
-    def use_hook(
-        self, hook: CommHook | None, state: object, *, overlaps: bool = True, takes_group: bool = False
-    ) -> None:
-        """Let ``hook`` communicate the buckets; None stands for the plain average."""
-        exchange = self.exchange
-        exchange.hook, exchange.hook_state = hook, state
-        exchange.hook_overlaps, exchange.hook_takes_group = overlaps, takes_group
-        if hook is not None:
-            self.activate()
+        self.inbox.stop_listening()
 
     def move_to(self, group: dist.ProcessGroup, channel: Channel) -> None:
         """Reduce over another group from now on. The caller has compared the parameters with that group's ranks."""
@@ -142,7 +136,7 @@ class Reducer:
         # If a comparison was still due, it was with the old group.
         self.compare = None
         self._forget_backward()
-        self.phase, self._backward = Phase.IDLE, None
+        self.phase, self.backward = Phase.IDLE, None
         # The plan is made anew: the ranks of this group may have learnt different things before.
         self.adopt(self.planner.reread())
 
@@ -156,16 +150,6 @@ class Reducer:
             raise StateError("set_static_graph() should be called before training loop starts, not after a backward.")
         self.planner.promise_static_graph()
 
-    def check_finished(self) -> None:
-        """Raise if a backward has begun and not ended."""
-        if self.phase in (Phase.BACKWARD, Phase.INTERRUPTED):
-            missing = self._backward.countdown.awaited() if self._backward is not None else []
-            told = ", ".join(missing) or "(none: it raised at the end)"
-            raise StateError(
-                f"{UNFINISHED} On rank {self.channel.rank} a backward has begun and not ended; gradients still to "
-                f"come: {told}."
-            )
-
     # -- a backward begins ---------------------------------------------------------------------------
 
     def output_needed(self, token: ForwardToken, probe: Node) -> None:
@@ -176,9 +160,13 @@ class Reducer:
         if not _torch.will_execute(probe):
             return
         self.forwards.discard(token)
-        if self.phase is Phase.BACKWARD or not self.active:
+        if self.phase is Phase.BACKWARD:
+            self.origins.output_reached()
             return
-        if not self.slots.shared or any(slot.owned for slot in self.trainable()):
+        if not self.active or self.roster.is_frozen():
+            # A module that is frozen as a whole has nothing to synchronise, though a backward may pass through it.
+            return
+        if not self.slots.shared or any(slot.owned for slot in self.trainable()) or self.roster.changed():
             with self._telling_others():
                 self._start_backward(through_forward=True)
 
@@ -187,10 +175,13 @@ class Reducer:
         hint = self._unused_hint
         self._unused_hint = unused if hint is None else hint & unused
 
-    def _start_backward(self, came: Sequence[Slot] = (), *, through_forward: bool = False) -> None:
-        """Begin a backward. ``came`` holds the slots whose gradients have announced it."""
-        self.check_usable()
-        syncing = self.enabled and (through_forward or self._is_training())
+    def _start_backward(self, came: Sequence[Slot] = (), *, stranger: str = "", through_forward: bool = False) -> None:
+        """Begin a backward. Gradients of the slots ``came``, or of the parameter ``stranger``, have announced it."""
+        check_usable(self)
+        self.origins.begin_backward(output_reached=through_forward)
+        syncing = self.enabled and (through_forward or self.roster.training())
+        if self.enabled and not syncing:
+            self.origins.warn_of_eval()
         if syncing and torch.is_grad_enabled() and self.exchange.hook is not None:
             raise StateError(
                 "backward(create_graph=True) cannot differentiate through a comm hook. Remove the hook "
@@ -199,8 +190,10 @@ class Reducer:
         self.channel.step = self.telemetry.steps
         BackwardEnd(self).wait_for()
         # This comes before a new plan, which means other buckets.
-        self.weighing.notice(came)
+        self.weighing.notice(came, stranger)
         if syncing:
+            turns.after_others(self, begins=True)
+            self.channel.progress.begin_backward(self.telemetry.steps + 1)
             if self.before_sync is not None:
                 self.before_sync()
             self.compare_if_due()
@@ -217,27 +210,30 @@ class Reducer:
         self.phase = Phase.BACKWARD
         if self.around_backward is not None:
             self.around_backward.__enter__()
-        self._inbox.begin_backward()
+        self.inbox.begin_backward(averaging=syncing)
         planner, layout = self.planner, self.planner.layout
         self.weighing.begin_backward(layout.slots, syncing=syncing)
         unused: frozenset[int] | None = None
         if syncing:
             unused, self._unused_hint = self._unused_hint, None
-        backward = self._backward = Backward(
+        backward = self.backward = Backward(
             layout,
             planner.slots,
             exchange=self.exchange,
             weighing=self.weighing,
             telemetry=self.telemetry,
+            origins=self.origins,
             syncing=syncing,
             create_graph=create_graph,
             observing=syncing and planner.observes,
             representative=representative,
             unused=unused or frozenset(),
         )
+        if syncing:
+            turns.begin(self)
         if syncing and not layout.sharing_is_settled and not planner.is_provisional:
-            # This waits for a layout that stays: the buckets of the first step may be about to be made anew. All ranks
-            # are here, and no collective is under way.
+            # This waits for a layout that stays: the buckets of the first step may be about to be made anew. It is a
+            # collective, which comes at this place on all ranks.
             layout.share(self.exchange.allocate)
         if not create_graph:
             layout.prepare_storage(is_stable=planner.options.stable_storage)
@@ -249,39 +245,38 @@ class Reducer:
             self.compare()
             self.compare = None
 
-    def _is_training(self) -> bool:
-        """Whether a backward that did not come through the wrapper's forward belongs to training.
-
-        One rank alone may use the bare module in eval mode, for example for a saliency map or an adversarial attack.
-        Synchronising would wait for ranks that do no such thing.
-        """
-        if self.roster.training():
-            return True
-        if self.enabled and not self._warned_of_eval:
-            self._warned_of_eval = True
-            warnings.warn(
-                "Backward through the bare module in eval mode is not synchronised across ranks. If it should "
-                "be, call the wrapper instead of its module, or use train() mode.",
-                stacklevel=2,
-            )
-        return False
-
     # -- gradients become ready ----------------------------------------------------------------------
 
     def announce(self, slot: Slot) -> None:
         """Say that a slot's gradient is ready, as autograd does. This is for code that drives backward by itself."""
-        self._inbox.hook(slot)(slot.leaf)
+        self.inbox.hook(slot)(slot.leaf)
 
     def gradients_ready(self, slots: list[Slot]) -> None:
         """Take in the gradients of these slots."""
         try:
             if self.phase is not Phase.BACKWARD:
                 self._start_backward(slots)
-            assert self._backward is not None
-            self._backward.take_in(slots)
+            assert self.backward is not None
+            self.backward.take_in(slots)
         except BaseException as error:
             self.fail(error)
             raise
+
+    def stranger_ready(self, param: Tensor) -> None:
+        """Look at a parameter that has a gradient though it was frozen, or not there, when the roster was read.
+
+        A backward that does not synchronise leaves it to the next one that does, which reads the roster anew.
+        """
+        if self.phase is Phase.BACKWARD:
+            return
+        name = self.roster.name_now(param)
+        if name is None:
+            return
+        with self._telling_others():
+            self._start_backward(stranger=name)
+            assert self.backward is not None
+            if self.backward.syncing and self.slots.has(param):
+                self.backward.take_in([self.slots.of(param)])
 
     # -- gradients of a compiled backward ------------------------------------------------------------
 
@@ -305,30 +300,56 @@ class Reducer:
                 if not any(_torch.will_execute(slot.node()) for slot, _ in pairs):
                     return [each.copy() for each in come]
                 self._start_backward()
-            backward = self._backward
+            backward = self.backward
             assert backward is not None
             if backward.create_graph:
                 return [each.copy() for each in come]
             # Autograd may have brought other gradients before this report: they came first, and are counted first.
-            backward.take_in(self._inbox.take())
+            backward.take_in(self.inbox.take())
             return backward.take_early(pairs, self._stand_ins)
 
     def brings_more(self, slot: Slot) -> bool:
         """Autograd has brought the stand-in of a gradient that was taken early. Return whether more came with it."""
-        assert self._backward is not None
-        return self._stand_ins.drop(slot, syncing=self._backward.syncing)
+        assert self.backward is not None
+        return self._stand_ins.drop(slot, syncing=self.backward.syncing)
+
+    # -- other wrappers in the same backward ---------------------------------------------------------
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.exchange.group
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a backward runs that averages gradients."""
+        return self.phase is Phase.BACKWARD and self.backward is not None and self.backward.syncing
+
+    def send_all_but_last(self) -> None:
+        """Send all buckets but the last, complete or not ([Note: several wrappers in one backward] in turns.py)."""
+        assert self.backward is not None
+        with self._telling_others():
+            self.backward.take_in(self.inbox.take())
+            self.backward.launch_all_but_last()
 
     # -- backward ends -------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
         """The outermost backward has ended on this rank."""
-        backward = self._backward
+        backward = self.backward
         assert backward is not None
         with self._telling_others():
-            backward.take_in(self._inbox.take())
+            backward.take_in(self.inbox.take())
             self._stop_collecting()
             self.telemetry.current.backward_end_ns = now_ns()
+            if backward.syncing:
+                turns.after_others(self, begins=False)
             self._finish(backward)
+        if backward.syncing and HookTable.some_are_of_others:
+            counts = backward.layout.ledger.counts
+            used = [slot.leaf for slot in backward.layout.slots if slot.owned and counts[slot.position]]
+            # This is queued because other wrappers may still have to end their part of this backward. An exception of
+            # a hook concerns this rank only, and must not keep them from that.
+            _torch.queue_callback(partial(call_others, used))
 
     def _finish(self, backward: Backward) -> None:
         """Have the averages handed out, and learn from what all ranks said."""
@@ -340,18 +361,20 @@ class Reducer:
             self.on_finish.clear()
             self.planner.learn(backward, status)
             self.weighing.end_backward()
+            self.origins.end_backward()
             self.telemetry.finish_step()
             if status.complaints:
                 said = self.channel.gather("complaint", backward.complaint)
                 raise ContractError("\n".join(f"Rank {rank}: {text}" for rank, text in enumerate(said) if text))
             if self.verify is not None:
                 self.verify(self.telemetry.steps, self.channel, backward.representative)
-        self.phase, self._backward = Phase.IDLE, None
+        self.phase, self.backward = Phase.IDLE, None
 
     def shadow_backward(self) -> None:
         """Take part in the others' synchronisation with nothing to add (a rank that has run out of inputs)."""
-        self.check_usable()
+        check_usable(self)
         self.channel.step = self.telemetry.steps
+        self.channel.progress.begin_backward(self.telemetry.steps + 1)
         self.compare_if_due()
         self.planner.rebuild_if_due()
         # What its gradients hold stays out of the sum.
@@ -365,7 +388,7 @@ class Reducer:
             self._finish(backward)
 
     def _stop_collecting(self) -> None:
-        self._inbox.end_backward()
+        self.inbox.end_backward()
         if self.around_backward is not None:
             self.around_backward.__exit__(None, None, None)
 
@@ -384,8 +407,9 @@ class Reducer:
         self.last_error = str(error)
         if isinstance(error, DisagreementError):
             # All ranks raise it together, with nothing under way: the next step may go on.
+            self.origins.end_backward()
             self._forget_backward()
-            self.phase, self._backward = Phase.IDLE, None
+            self.phase, self.backward = Phase.IDLE, None
             return
         self.channel.report("backward", error)
         if not isinstance(error, StateError):
@@ -402,41 +426,14 @@ class Reducer:
 
     def _forget_backward(self) -> None:
         """Drop what a backward that came to nothing has left behind."""
-        self._inbox.take()
+        self.inbox.take()
         self._stop_collecting()
         self.on_finish.clear()
         slots = self.trainable()
         self.ledger.used = [0.0] * len(slots)
         self.weighing.end_backward()
-        if self._backward is not None and not self._backward.syncing:
+        if self.backward is not None and not self.backward.syncing:
             give_back(slots)
         for slot in slots:
             slot.base = None
             slot.forget()
-
-    def check_usable(self) -> None:
-        """Raise if an earlier failure, here or on another rank, keeps the next step from being right."""
-        remedy = "Start the job again, or build a new process group and wrapper."
-        if not _torch.group_is_alive(self.exchange.group):
-            raise StateError(f"The process group of this wrapper has been destroyed. {remedy}")
-        if self.phase is Phase.BROKEN:
-            raise StateError(
-                f"This wrapper failed earlier ({self.last_error}), and its process group has been out of step with the "
-                f"other ranks since. {remedy}"
-            )
-        if self.phase is Phase.INTERRUPTED:
-            under_way = self._backward.countdown.next_bucket if self._backward is not None else 0
-            if under_way:
-                raise StateError(
-                    f"The previous backward on rank {self.channel.rank} raised while {under_way} buckets were being "
-                    f"reduced, which the other ranks cannot undo. {remedy}"
-                )
-            self.phase = Phase.IDLE
-        self.channel.check_news()
-        if self.channel.given_up():
-            self.phase = Phase.BROKEN
-            raise StateError(
-                f"An earlier step raised on this rank ({self.channel.rank}) and the other ranks have given up because "
-                f"of it. {remedy}"
-            )
-        self.channel.retract()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 now_ns = time.perf_counter_ns
 
@@ -71,7 +72,7 @@ class Telemetry:
         self._sums["backward_comm_time"] += last.comm_ns
         self._sums["backward_compute_comm_overlap_time"] += last.overlap_ns
 
-    def summary(self) -> dict[str, int | float]:
+    def summary(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
             "bytes_per_step": self.sent_bytes,

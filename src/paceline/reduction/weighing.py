@@ -25,12 +25,15 @@ class Weighing:
         """Whether ranks that still have inputs weigh 1 each, and the others nothing (``join``)."""
         self.apart = False
         """Whether what an earlier sum left stays out of the next one, as some ranks no longer have it (``join``)."""
+        self._begun = False
+        """Whether there was a backward since the last synchronisation; its weight may be 0."""
         self._total = 0.0
         self._weighed = False
-        self._abstains = False
+        self.abstains = False
+        """Whether this rank has run out of inputs (``join``)."""
         self._adds_to_kept = False
-        self._fresh: set[Slot] = set()
-        self._mixed: list[Slot] = []
+        self._fresh: set[int] = set()
+        self._mixed: list[str] = []
         self._warned = False
 
     @property
@@ -54,7 +57,7 @@ class Weighing:
 
     def share(self) -> float:
         """This rank's part of the sum of weights. If no backward was weighed, all of them together count as 1."""
-        if self._abstains:
+        if self.abstains:
             return 0.0
         return self._total if self._weighed else 1.0
 
@@ -63,29 +66,31 @@ class Weighing:
 
         An abstention counts as ``n_ranks + 1``, so that `check` can tell both counts from their sum.
         """
-        if self._abstains:
+        if self.abstains:
             return float(n_ranks + 1)
         return float(self._weighed)
 
-    def notice(self, came: Sequence[Slot]) -> None:
+    def notice(self, came: Sequence[Slot], stranger: str = "") -> None:
         """A backward is about to begin. These gradients gave notice of it, so they are there already.
 
         Autograd has added them, in place, to what was there. If that was a gradient at rest, it lives in the bucket.
+        ``stranger`` names a parameter without a slot that gave notice. What its gradient held before cannot be told.
         """
-        self._fresh = {slot for slot in came if slot.param.grad is not slot.view}
-        self._mixed = [slot for slot in came if slot not in self._fresh]
+        self._fresh = {id(slot.leaf) for slot in came if slot.param.grad is not slot.view}
+        self._mixed = [slot.name for slot in came if id(slot.leaf) not in self._fresh]
+        self._mixed += [stranger] if stranger else []
 
     def begin_backward(self, slots: Sequence[Slot], *, syncing: bool) -> None:
-        self._abstains = False
-        if self._total and (self._weighed or self.weight is not None or self.apart) and self._are_dropped(slots):
+        self.abstains = False
+        if self._begun and (self._weighed or self.weight is not None or self.apart) and self._are_dropped(slots):
             # The user has thrown the gradients away, and with them what they weighed.
             self.end_backward()
             for slot in slots:
                 slot.base = None
-        if self.apart and not self._total:
+        if self.apart and not self._begun:
             self._set_apart(slots)
         if self.weight is None:
-            if not syncing and not self._total:
+            if not syncing and not self._begun:
                 self._adds_to_kept = bool(self._kept(slots))
         elif self._adds_to_kept and not self._weighed:
             raise StateError(
@@ -93,15 +98,16 @@ class Weighing:
                 "no_sync(); now they cannot be told apart from what is to be weighed. Call zero_grad() at the start of "
                 "the step, or weigh all its backwards."
             )
-        elif not self._total:
+        elif not self._begun:
             self._set_apart(slots)
         self._fresh, self._mixed = set(), []
+        self._begun = True
         self._weighed = self._weighed or self.weight is not None
         self._total += 1.0 if self.weight is None else self.weight
 
     def _kept(self, slots: Sequence[Slot]) -> list[Slot]:
         """The slots whose gradients held something before this backward."""
-        return [slot for slot in slots if slot.param.grad is not None and slot not in self._fresh]
+        return [slot for slot in slots if slot.param.grad is not None and id(slot.leaf) not in self._fresh]
 
     def _are_dropped(self, slots: Sequence[Slot]) -> bool:
         """Whether ``zero_grad()`` was called, in either way."""
@@ -111,7 +117,7 @@ class Weighing:
     def _set_apart(self, slots: Sequence[Slot]) -> None:
         """Keep what gradients hold from an earlier synchronisation out of the sum; it is added afterwards."""
         if self._mixed:
-            names = ", ".join(slot.name for slot in self._mixed)
+            names = ", ".join(self._mixed)
             raise StateError(
                 f"The gradient of {names} still held the one of an earlier step when a backward began that did not "
                 "come through the wrapper's forward. weighted() and join() have to tell the two apart, and now they "
@@ -124,10 +130,10 @@ class Weighing:
 
     def take_no_part(self) -> None:
         """Add nothing: this rank has run out of inputs."""
-        self._total, self._weighed, self._abstains = 0.0, False, True
+        self._begun, self._total, self._weighed, self.abstains = False, 0.0, False, True
 
     def end_backward(self) -> None:
-        self._total, self._weighed, self._abstains, self._adds_to_kept = 0.0, False, False, False
+        self._begun, self._total, self._weighed, self.abstains, self._adds_to_kept = False, 0.0, False, False, False
 
     def check(self, status: Status, *, n_ranks: int, rank: int) -> None:
         """Raise on all ranks if some weighed and some did not."""

@@ -245,8 +245,10 @@ class CompileAgreement:
             return
         index = first_difference(nodes)
         mine = current.graph.tell(index) if current.graph is not None else "no graph"
-        notes = self._exchange.gather_alike(NoteKind.NODE, body=mine.encode(), doing="the comparison of graphs")
-        told = "".join(f"\n  rank {rank} has {note.body.decode(errors='replace')}" for rank, note in enumerate(notes))
+        body = mine.encode(errors="replace")
+        notes = self._exchange.gather_alike(NoteKind.NODE, body=body, doing="the comparison of graphs")
+        nodes_told = [note.body[:_TEXT_LIMIT].decode(errors="replace") for note in notes]
+        told = "".join(f"\n  rank {rank} has {node}" for rank, node in enumerate(nodes_told))
         current.difference = f"Ranks compiled different graphs of {current.frame}; node {index} is the first:{told}"
         if len(set(collectives)) > 1:
             raise DisagreementError(
@@ -259,9 +261,11 @@ class CompileAgreement:
 
 def _ending(note: Note, rank: int) -> tuple[str, list[str], str]:
     match shapes.read_json(note.body, rank):
-        case {"failed": str(failed), "nodes": [*nodes], "collectives": str(collectives)}:
-            return failed, [str(node) for node in nodes], collectives
-    raise DisagreementError(f"What rank {rank} said about its graph cannot be understood.")
+        case {"failed": str(failed), "nodes": [*nodes], "collectives": str(collectives)} if len(
+            failed
+        ) <= _TEXT_LIMIT and all(isinstance(node, str) for node in nodes):
+            return failed, nodes, collectives
+    raise shapes.refusal(rank)
 
 
 @contextlib.contextmanager
@@ -321,8 +325,9 @@ def agreement(
     """Inside, the ranks of ``group`` (default: all) compile the same frames at the same time; see docs/agreement.md.
 
     All ranks must enter it, and call the same compiled functions in the same order. ``on_difference="raise"`` makes it
-    an error if graphs differ. With ``once`` one rank compiles and the others load what it made. Without other ranks,
-    and with ``enabled=False``, nothing is agreed on.
+    an error if graphs differ. With ``once`` one rank compiles and the others load what it made, if the ranks have
+    a secret (``PACELINE_SECRET``, docs/trust.md). Without other ranks, and with ``enabled=False``, nothing is agreed
+    on.
 
     >>> with paceline.compiler.agreement(True):  # doctest: +SKIP
     ...     compiled(inputs)

@@ -39,6 +39,8 @@ from paceline.errors import (
 )
 
 BODY_LIMIT_BYTES = 16 * 2**20
+# A note is three numbers and a digest.
+_NOTE_BYTES = 128
 # How long a rank waits is decided here and not by the backend: compiling may take any time.
 _BACKEND_TIMEOUT = timedelta(days=7)
 
@@ -86,9 +88,9 @@ class CompileExchange:
         name = f"{self.channel.job}/exchange"
         store = dist.PrefixStore("paceline/exchange", _torch.group_store(self._side))
         self._board = Board(store, name=name, store_thread=self.channel.store_thread)
-        self._line = TensorLine(
-            self._all_gather, name=name, rank=self.rank, size=self.size, limit_bytes=BODY_LIMIT_BYTES
-        )
+        # A peer says how long its word is, and all ranks make room for it.
+        line = partial(TensorLine, self._all_gather, name=name, rank=self.rank, size=self.size)
+        self._notes, self._bodies = line(limit_bytes=_NOTE_BYTES), line(limit_bytes=BODY_LIMIT_BYTES)
         self._waiting: Callable[[dist.Work], None]
         """How this rank waits for the others in the agreement that is under way."""
         self.has_ended = False
@@ -118,17 +120,18 @@ class CompileExchange:
         self._n_begun.clear()
         self._waiting = partial(self._wait, doing=doing, frame=frame, n_begun=n_begun, patient=patient)
         digest = hashlib.sha256(body).digest()
-        heads = self._agree("notes", doing, int(kind), int(flag), digest, len(body))
+        heads = self._agree(self._notes, doing, int(kind), int(flag), digest, len(body))
         notes = [self._note(head, rank, doing) for rank, head in enumerate(heads)]
         bodies = [body] * self.size
-        if len({note.kind for note in notes}) == 1 and len({head[2] for head in heads}) > 1:
+        if len({note.kind for note in notes}) == 1 and len({head[2:] for head in heads}) > 1:
             self._waiting = partial(self._wait, doing=doing)
-            bodies = [self._body(word, rank, doing) for rank, word in enumerate(self._agree("bodies", doing, body))]
+            words = self._agree(self._bodies, doing, body)
+            bodies = [self._body(*told, rank, doing) for rank, told in enumerate(zip(heads, words, strict=True))]
         return [replace(note, body=text) for note, text in zip(notes, bodies, strict=True)]
 
-    def _agree(self, topic: str, doing: str, *word: Item) -> list[Word]:
+    def _agree(self, line: TensorLine, doing: str, *word: Item) -> list[Word]:
         # How long ranks wait is decided by ``_wait``.
-        found = self._line.agree(topic, *word, timeout_s=self.timeout_s)
+        found = line.agree("notes" if line is self._notes else "bodies", *word, timeout_s=self.timeout_s)
         return [self._refuse(rank, doing) if theirs is None else theirs for rank, theirs in enumerate(found.words)]
 
     def _note(self, head: Word, rank: int, doing: str) -> Note:
@@ -137,9 +140,9 @@ class CompileExchange:
                 return Note(NoteKind(kind), flag, b"")
         self._refuse(rank, doing)
 
-    def _body(self, word: Word, rank: int, doing: str) -> bytes:
+    def _body(self, head: Word, word: Word, rank: int, doing: str) -> bytes:
         match word:
-            case (bytes(text),):
+            case (bytes(text),) if head[2:] == (hashlib.sha256(text).digest(), len(text)):
                 return text
         self._refuse(rank, doing)
 
@@ -195,7 +198,7 @@ class CompileExchange:
                 if frame:
                     self._raise_given_up(number - 1, frame, n_begun)
                 late = [rank for rank in range(self.size) if self.read(f"waiting/{rank}") != (number,)]
-                excused = excused or any(self.read(f"compiling/{rank}") not in ((), ("",)) for rank in late)
+                excused = excused or any(map(self._is_compiling, late))
             if excused:
                 start = time.monotonic()
                 return True
@@ -208,6 +211,12 @@ class CompileExchange:
         except PacelineError:
             self.has_ended = True
             raise
+
+    def _is_compiling(self, rank: int) -> bool:
+        match self.read(f"compiling/{rank}"):
+            case (str(frame),):
+                return bool(frame)
+        return False
 
     def _nobody_came(self, late: list[int], doing: str) -> RankLostError:
         who = f"rank {', '.join(map(str, late))}" if late else "another rank"

@@ -15,27 +15,36 @@ DIMENSION_LIMIT = 64
 def encode(frame: str, sizes: _torch.Sizes) -> bytes:
     """The message of a rank that has traced ``frame``. It leaves out what other ranks would refuse."""
     fitting = {name: entry for name, entry in sizes.items() if _is_name(name) and _is_entry(entry)}
-    return json.dumps({"frame": frame, "sizes": fitting}, sort_keys=True).encode()
+    return json.dumps({"frame": frame[:NAME_LIMIT], "sizes": fitting}, sort_keys=True).encode()
 
 
 def decode(body: bytes, rank: int) -> tuple[str, _torch.Sizes]:
     """The frame and sizes in a message of ``rank``. Raises if it does not have the form that `encode` makes."""
     match read_json(body, rank):
         case {"frame": str(frame), "sizes": dict(sizes), **rest} if not rest:
-            if all(_is_name(name) and _is_entry(entry) for name, entry in sizes.items()):
+            if _is_name(frame) and all(_is_name(name) and _is_entry(entry) for name, entry in sizes.items()):
                 return frame, sizes
-    raise _refusal(rank)
+    raise refusal(rank)
 
 
 def read_json(body: bytes, rank: int) -> Any:
     """The content of a message, which may be anything that JSON can express."""
     try:
+        # A number of thousands of digits is a ValueError, and deep nesting is a RecursionError.
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise _refusal(rank) from None
+        raise refusal(rank) from None
 
 
-def _refusal(rank: int) -> DisagreementError:
+def read_texts(body: bytes, rank: int) -> dict[str, str]:
+    """The content of a message that is a few texts by name."""
+    texts = read_json(body, rank)
+    if isinstance(texts, dict) and all(isinstance(text, str) and _is_name(text) for text in texts.values()):
+        return texts
+    raise refusal(rank)
+
+
+def refusal(rank: int) -> DisagreementError:
     return DisagreementError(
         f"What rank {rank} said about its compilation cannot be understood. "
         "Run the same version of Paceline and torch on every rank."

@@ -1,7 +1,9 @@
 """One rank compiles a graph, and the others load what it made.
 
 torch loads artifacts by unpickling them, and kernels are programs. So a rank takes bytes only from rank 0 of its own
-group, and only if their SHA-256 is the one that rank 0 has put into the group's store.
+group, and only if rank 0 has put their SHA-256 into the group's store, in a message that is sealed with the job's
+secret. Without a secret anybody who can write to the store could do so, and every rank compiles by itself. What is
+taken is written only where no other user can put something in its place before it is loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import os
 import platform
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,18 +25,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline import _torch, threads
+from paceline import _torch, settings, threads
 from paceline.compiler.consensus import shapes
 from paceline.compiler.consensus.compile_exchange import CompileExchange, NoteKind
 from paceline.compiler.consensus.fingerprint import Fingerprint
 from paceline.errors import DisagreementError, PeerFailedError
 
 NOTHING, FAILED = 0, -1
+# Every rank makes room for as many bytes as rank 0 announces.
+_LIMIT_BYTES = 4 * 2**30
 COMPILED, LOADED = "compiled here", "loaded from rank 0"
 # Where Inductor keeps a library: two letters of its key, and the key. Those without "main" are trials of what the
 # processor can do, and not loaded as kernels are.
 _KERNEL = re.compile(r"[a-z0-9]{2}/[a-z0-9]{8,80}(\.main)?\.so")
 TRIAL = "trial"
+NO_SECRET = (
+    f"the ranks have no {settings.SECRET}, so that anybody who can write to the process group's store could have them "
+    "run programs of his own; `paceline train` sets one, and with other launchers you set the same one on all ranks"
+)
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 KINDS = ("ctypes", "bindings", TRIAL)
 logger = logging.getLogger("paceline.compiler")
 
@@ -63,17 +73,24 @@ class Artifacts(NamedTuple):
         at = 8 + int.from_bytes(data[:8], "little")
         cache, kernels = b"", dict[str, Kernel]()
         match shapes.read_json(data[8:at], 0):
-            case [int(n_cache), [*listed]]:
+            case [int(n_cache), [*listed]] if 0 <= n_cache <= len(data):
                 cache, at = data[at : at + n_cache], at + n_cache
             case _:
                 raise _refusal("is not a list of artifacts")
         for entry in listed:
             match entry:
-                case [str(name), str(kind), int(length)] if length >= 0 and kind in KINDS and _KERNEL.fullmatch(name):
+                case [str(name), str(kind), int(length)] if (
+                    0 <= length <= len(data) and kind in KINDS and _KERNEL.fullmatch(name)
+                ):
                     kernels[name], at = Kernel(kind, data[at : at + length]), at + length
                 case _:
-                    raise _refusal(f"has a kernel with a name that Inductor does not give: {str(entry)[:200]}")
-        if n_cache < 0 or at != len(data):
+                    told = (
+                        f": {entry[0][:200]!r}"
+                        if isinstance(entry, list) and entry and isinstance(entry[0], str)
+                        else ""
+                    )
+                    raise _refusal(f"has a kernel of a kind, a length or a name that Inductor does not give{told}")
+        if at != len(data):
             raise _refusal(f"has {len(data)} bytes instead of {at}")
         return Artifacts(cache, kernels)
 
@@ -89,6 +106,7 @@ class SharedCompile:
         self._exchange = exchange
         self._sent: set[str] = set()
         self._offers = 0
+        self._has_warned = False
 
     def compile(self, frame: str, graph: Fingerprint, compile_: Callable[[], Any], *, kernels: bool) -> tuple[Any, str]:
         """The compiled graph, and where it came from. ``kernels`` says whether Inductor writes C++ for it."""
@@ -102,10 +120,16 @@ class SharedCompile:
 
     def _obstacle(self, frame: str, graph: Fingerprint) -> str:
         """The reason why ranks cannot use the same compiled graph; empty if they can."""
+        # Ranks that have talked have the same secret, or all of them have none.
+        if not settings.secret():
+            if self._exchange.rank == 0 and not self._has_warned:
+                self._has_warned = True
+                logger.warning("once=True has no effect, and every rank compiles by itself: %s.", NO_SECRET)
+            return NO_SECRET
         mine = {**environment(), "graph": graph.exact_digest}
         body = json.dumps(mine).encode()
         notes = self._exchange.gather_alike(NoteKind.OFFER, body=body, doing=f"the comparison of {frame}")
-        ours, *others = (shapes.read_json(note.body, rank) for rank, note in enumerate(notes))
+        ours, *others = (shapes.read_texts(note.body, rank) for rank, note in enumerate(notes))
         for rank, theirs in enumerate(others, start=1):
             for name in mine:
                 if theirs.get(name) != ours.get(name):
@@ -155,7 +179,10 @@ class SharedCompile:
                 f"The artifacts of {frame} that rank {self._exchange.rank} received are not those that rank 0 "
                 f"announced (SHA-256 {', '.join(map(str, announced))}); none of them were loaded."
             )
-        install(Artifacts.decode(data))
+        problem = _install(Artifacts.decode(data))
+        if problem:
+            logger.warning("Rank %d compiles %s by itself: %s.", self._exchange.rank, frame, problem)
+            return compile_(), f"{COMPILED}: {problem}"
         hits = _torch.cache_hits()
         compiled = compile_()
         if _torch.cache_hits() == hits:
@@ -171,7 +198,10 @@ class SharedCompile:
     def _announce(self, n_bytes: int, frame: str) -> int:
         """The number of bytes that rank 0 announces; that of the other ranks does not count."""
         doing = f"the compilation of {frame} by rank 0"
-        return self._exchange.gather_alike(NoteKind.ARTIFACTS, flag=n_bytes, doing=doing, patient=True)[0].flag
+        announced = self._exchange.gather_alike(NoteKind.ARTIFACTS, flag=n_bytes, doing=doing, patient=True)[0].flag
+        if (announced < 0 and announced != FAILED) or announced > _LIMIT_BYTES:
+            raise _refusal(f"would take {announced} bytes, and {_LIMIT_BYTES} are the most that are accepted")
+        return announced
 
     def _new_kernels(self) -> dict[str, Kernel]:
         """The libraries of kernels that were not sent before."""
@@ -188,20 +218,57 @@ class SharedCompile:
         return kernels
 
 
-def install(artifacts: Artifacts) -> None:
-    """Put artifacts where torch looks for them. They must be trusted."""
+def _install(artifacts: Artifacts) -> str:
+    """Put artifacts, which must be trusted, where torch looks for them; or say why they cannot be safe there."""
+    folder = Path(_torch.kernel_folder())
+    paths = {name: folder / name for name in artifacts.kernels}
+    for directory in dict.fromkeys([folder, *(path.parent for path in paths.values())]):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory != folder:
+            _close_to_others(directory)
+        if not _is_ours(directory.stat()):
+            return (
+                f"another user can write to {directory}, and so could replace what it holds before it is loaded; make "
+                "it yours alone (chmod go-w), or set TORCHINDUCTOR_CACHE_DIR to a directory that is"
+            )
     for name, kernel in artifacts.kernels.items():
-        path = Path(_torch.kernel_folder()) / name
-        if not path.exists():
-            _write(path, kernel.data)
+        # A file that is there already may be of anybody who could write here before. In a folder of ours nobody can
+        # exchange it between this look and the moment at which it is loaded.
+        if not _holds(paths[name], kernel.data):
+            _write(paths[name], kernel.data)
         if kernel.kind != TRIAL:
             _torch.adopt_kernel(name, kernel.kind)
     torch.compiler.load_cache_artifacts(artifacts.cache)
+    return ""
+
+
+def _close_to_others(directory: Path) -> None:
+    """Keep others from writing to a directory that torch has made, as it may with a permissive umask.
+
+    What others have put there before does no harm, because every file is compared before it is loaded.
+    """
+    info = directory.lstat()
+    if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and info.st_mode & _WRITABLE_BY_OTHERS:
+        directory.chmod(stat.S_IMODE(info.st_mode) & ~_WRITABLE_BY_OTHERS)
+
+
+def _is_ours(info: os.stat_result) -> bool:
+    """Whether a file or directory belongs to this user, and nobody else may write to it."""
+    return info.st_uid == os.geteuid() and not info.st_mode & _WRITABLE_BY_OTHERS
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether the file is ours and has exactly these bytes."""
+    try:
+        info = path.lstat()
+        is_sound = stat.S_ISREG(info.st_mode) and _is_ours(info) and info.st_size == len(data)
+        return is_sound and path.read_bytes() == data
+    except OSError:
+        return False
 
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file as a whole or not at all, since ranks of a host share the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as file:
         file.write(data)

@@ -140,13 +140,17 @@ def _planned(reducer: Reducer) -> list[GraphBucket]:
 
 
 def _is_reduced() -> Callable[[Tensor], bool]:
-    """A function that tells whether a parameter is synchronised: all are, but those that wrappers ignore."""
+    """A function that tells whether a parameter is synchronised. All are, except those that are to be ignored.
+
+    A parameter that one wrapper ignores may be reduced by another; then it is synchronised.
+    """
     ignored = {id(param) for reducer in ownership.live() for param in reducer.roster.ignored}
     reduced = {key for reducer in ownership.live() for key in reducer.slots.by_id}
 
     def is_reduced(param: Tensor) -> bool:
-        is_ignored = id(param) in ignored - reduced or _torch.is_ignored_by_torch(param)
-        return isinstance(param, nn.Parameter) and not is_ignored
+        if not isinstance(param, nn.Parameter):
+            return False
+        return id(param) in reduced or not (id(param) in ignored or _torch.is_marked_ignored(param))
 
     return is_reduced
 
