@@ -58,8 +58,13 @@ soak: install
 	$(BIN)/python -m tests.transport.killing --runs 200
 	$(BIN)/python -m tests.transport.killing_hosts --runs 200
 	$(BIN)/python -m tests.transport.fuzz --programs 2000
+	$(MAKE) -C tests/transport/sanitize overwrite OVERWRITES=1000000
 	$(BIN)/python -m tests.control.fault_scripts --runs 1000
+	$(BIN)/python -m tests.control.file_fuzz --files 100000
+	$(BIN)/python -m tests.control.mutations --messages 100000
+	$(BIN)/python -m tests.control.broken_rank --runs 300
 	$(BIN)/python -m tests.run.ends --runs 2000
+	$(BIN)/python -m tests.random_training --programs 20000
 
 # The shared-memory transport: all-reduce by size, and training.
 bench-shm: install

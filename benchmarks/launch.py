@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+from paceline.settings import SECRET
 
 
 class RankFailedError(RuntimeError):
@@ -43,6 +46,8 @@ def run(settings: Settings, on_event: Callable[[dict[str, Any]], None], *, progr
         "OMP_NUM_THREADS": str(settings.threads),
         "KINETO_LOG_LEVEL": "9",  # the profiler logs each start and stop otherwise
         "HF_HUB_OFFLINE": "1",
+        # Without a secret, ranks do not load what another has compiled.
+        SECRET: secrets.token_hex(32),
     }
     try:
         for rank in range(settings.world_size):

@@ -207,15 +207,15 @@ class Display:
         if self.bar.disable and (step % self.flags.log_every == 0 or step in (1, self.config.steps)):
             self.console.print(f"step {step}/{self.config.steps}  {note}")
 
-    def table(self, stats: dict[str, Any]) -> Table:
+    def table(self, stats: paceline.Stats) -> Table:
         steps, first, last = len(self.entries), self.entries[0], self.entries[-1]
         total_s, exposed_s = (sum(entry[key] for entry in self.entries) for key in ("step_s", "exposed_s"))
         table = Table(title=f"{self.ranks}, {self.world.backend}", show_header=False)
         table.add_row("steps", f"{first['step']} to {last['step']}")
         table.add_row("loss", f"{first['loss']:.3f} -> {last['loss']:.3f}")
         table.add_row("tokens/s", f"{steps * self.tokens_a_step / total_s:,.0f}")
-        table.add_row("buckets", f"{stats['buckets']}")
-        table.add_row("bytes a step", f"{stats['bytes_per_step']:,}")
+        table.add_row("buckets", f"{stats.buckets}")
+        table.add_row("bytes a step", f"{stats.bytes_per_step:,}")
         wait = f"{1000 * exposed_s / steps:.1f} ms a step ({exposed_s / total_s:.0%})"
         table.add_row("exposed communication", wait)
         return table
@@ -282,7 +282,7 @@ def train(config: Config, flags: argparse.Namespace, world: World) -> int:
                 dist.all_reduce(shared)
                 stopped_by = next((s for s, heard in zip(STOPS, shared[1:], strict=True) if heard), None)
                 step_s = time.perf_counter() - start_s
-                display.step(step, loss=shared[0].item(), step_s=step_s, exposed_s=ddp.stats()["exposed_s"])
+                display.step(step, loss=shared[0].item(), step_s=step_s, exposed_s=ddp.stats().exposed_s)
                 if flags.save_every and step % flags.save_every == 0:
                     checkpoint.save(step, config, model, optimizer)
         checkpoint.save(step, config, model, optimizer)

@@ -57,8 +57,10 @@ def _found(out: Path, *arguments: str, module: str = "benchmarks", name: str = "
 
 
 @pytest.mark.full
+@pytest.mark.timeout(450)
 def test_quick_run_reports_every_suite_in_every_mode(tmp_path: Path) -> None:
-    said, found = _found(tmp_path, "--quick", "--rounds", "1")
+    # It starts ranks for each suite and mode, which takes minutes beside other tests.
+    said, found = _found(tmp_path, "--quick", "--rounds", "1", timeout=400)
     modes = set(USUAL)
     seen: dict[str, dict[str, set[str]]] = {}
     for row in found["rows"]:
@@ -148,6 +150,7 @@ def test_quick_collectives_report_every_method_at_every_size(tmp_path: Path) -> 
     assert (tmp_path / "collectives.png").exists()
 
 
+@pytest.mark.full
 def test_unknown_model_is_refused_with_the_choices() -> None:
     done = _run("--model", "gtp")
     assert done.returncode == 2

@@ -176,7 +176,7 @@ def test_links_lead_somewhere(page):
 def test_notes_are_where_the_design_says():
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     notes = re.findall(r"^### (\[Note: .+\])\n\n\*In `(.+?)`", design, re.MULTILINE)
-    assert len(notes) == 4
+    assert len(notes) == design.count("### [Note: ") > 0
     for title, file in notes:
         assert f"\n{title}\n" in (ROOT / "src" / "paceline" / file).read_text(encoding="utf-8"), title
 

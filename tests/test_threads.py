@@ -76,6 +76,7 @@ def test_no_thread_is_left_if_the_user_has_ended_the_group_before_shutdown() -> 
     assert _ours() == []
 
 
+@pytest.mark.full
 def test_no_thread_is_left_after_shutdown_of_a_group_that_spans_hosts() -> None:
     needs_hosts()
     with Hosts(2, ranks_per_host=2, is_forking=True) as hosts:
@@ -110,6 +111,7 @@ ended.append(time.monotonic())
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", [_LIVE_GROUP, _BUSY_THREAD], ids=["live-group", "busy-thread"])
 def test_the_end_does_not_wait_for_threads_that_need_not_end(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
@@ -189,6 +191,7 @@ print(code)
 """
 
 
+@pytest.mark.full
 def test_a_forked_process_can_start_threads() -> None:
     done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "7\n"
@@ -237,6 +240,7 @@ def test_a_thread_that_cannot_be_interrupted_does_not_abort_the_end_of_the_proce
     assert (done.returncode, done.stdout) == (code, "ends\n"), done.stderr
 
 
+@pytest.mark.full
 def test_no_thread_is_started_while_the_interpreter_ends() -> None:
     code = (
         "import atexit\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import typing
 from unittest import mock
 
 import pytest
@@ -282,3 +283,9 @@ def test_no_configuration_is_changed(rank, size):
     plain_step(torch.compile(ddp, backend="aot_eager"), rank, 0)
     assert (torch._dynamo.config.save_config(), torch._inductor.config.save_config()) == before
     dist.barrier()
+
+
+def test_type_checkers_see_what_was_given_to_compile():
+    hints = typing.get_type_hints(paceline.compile)
+    assert isinstance(hints["model"], typing.TypeVar)
+    assert hints["return"] is hints["model"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import pytest
@@ -43,12 +44,34 @@ def test_a_whole_graph(rank, size):
     assert "starts before backward ends" in str(found)
 
 
+class Branching(Broken):
+    """Breaks where a branch depends on a tensor, too."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        if x.sum() > 1e6:
+            x = x + 1
+        return x
+
+
+def _place(function, text):
+    """The file of a function and the line of it that has ``text``."""
+    lines, start = inspect.getsourcelines(function)
+    return inspect.getsourcefile(function), start + next(n for n, line in enumerate(lines) if text in line)
+
+
 @on_ranks()
-def test_breaks_and_their_reasons(rank, size):
-    found = _explained(rank, Broken)
+def test_breaks_with_their_reasons_and_places(rank, size):
+    found = _explained(rank, Branching)
     assert len(found.graphs) == 2
-    assert sum(found.breaks.values()) >= 1
-    assert any("graph_break" in reason for reason in found.breaks)
+    told = {(one.file, one.line): one for one in found.breaks}
+    asked, branch = _place(Broken.forward, "graph_break()"), _place(Branching.forward, "if x.sum()")
+    assert told.keys() == {asked, branch}
+    assert "graph_break()" in told[asked].reason
+    assert f"break at {asked[0]}:{asked[1]} ({told[asked].count}x): Call to `torch._dynamo.graph_break()`" in str(found)
+    assert f"break at {branch[0]}:{branch[1]} (" in str(found)
+    assert told[branch].reason == "A branch depends on the value of a tensor"
+    assert "2 graph break(s)" in str(found)
 
 
 @on_ranks()

@@ -15,10 +15,9 @@ from tests.compiler._models import BERT_WARNINGS, Attentive, Selective, compare_
 from tests.on_ranks import on_ranks
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"static_graph": True}, marks=pytest.mark.full)], ids=["", "static_graph"]
-)
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static_graph"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @on_ranks(allow_warnings=BERT_WARNINGS, timeout=560)
 def test_bert(rank, size, backend, options):

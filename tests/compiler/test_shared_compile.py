@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import pickle
 import random
 import threading
 from pathlib import Path
@@ -20,11 +22,12 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import paceline
-from paceline import DDP, _torch, errors
+from paceline import DDP, _torch, errors, settings
 from paceline.compiler import agreement
 from paceline.compiler.consensus import shapes, shared_compile
 from paceline.compiler.consensus.compile_exchange import CompileExchange, NoteKind, exchange_of
 from paceline.compiler.consensus.shared_compile import COMPILED, LOADED, Artifacts, Kernel, SharedCompile
+from paceline.control import wire
 from paceline.testing import RankPool
 from tests.compiler._compare import batch, new_salt, same_grads, stack
 from tests.compiler._models import Salted
@@ -173,8 +176,160 @@ def _tampered(rank, size, folder):
     dist.barrier()
 
 
+@pytest.mark.full
 def test_bytes_that_rank_0_did_not_announce_are_not_loaded(ranks, tmp_path):
     ranks(_tampered, str(tmp_path))
+
+
+class _Boom:
+    """An object whose pickle runs code where it is loaded: it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def _forged(rank, size, folder):
+    """Somebody who can write to the store and to the connection puts a program of his in the place of rank 0's."""
+    trap = Path(folder) / "loaded"
+    payload = Artifacts(pickle.dumps(_Boom(str(trap))), {}).encode()
+    broadcast = CompileExchange.broadcast
+
+    def forge(self, data, **options):
+        broadcast(self, data, **options)
+        # He knows the place, but not the secret.
+        key, word = "artifacts/1", (hashlib.sha256(payload).hexdigest(),)
+        with mock.patch.dict(os.environ):
+            del os.environ[settings.SECRET]
+            place = f"{self._board.name}/{key}"
+            self._board.set(key, wire.encode(wire.MessageKind.WORD, word, place=place))
+        return payload
+
+    # The bytes that torch gets from a verified message are pickles in an envelope of its own.
+    with (
+        mock.patch.object(CompileExchange, "broadcast", forge if rank else broadcast),
+        mock.patch.object(torch.compiler, "load_cache_artifacts", pickle.loads),
+        _own_cache(folder, rank),
+        agreement(True, once=True),
+    ):
+        expected = (errors.PeerFailedError, errors.DisagreementError)[rank]
+        with pytest.raises(expected, match="not those that rank 0 announced"):
+            torch.compile(lambda x: x.sin(), options={"fallback_by_default": True})(torch.ones(3))
+    assert not trap.exists()
+    dist.barrier()
+    # The trap works: this is what would have happened.
+    pickle.loads(Artifacts.decode(payload).cache).close()
+    assert trap.exists()
+
+
+def test_artifacts_that_were_forged_in_the_store_are_not_unpickled(ranks, tmp_path):
+    ranks(_forged, str(tmp_path))
+
+
+def _without_secret(rank, size):
+    del os.environ[settings.SECRET]
+    torch._dynamo.reset()
+    install = mock.patch.object(shared_compile, "_install", side_effect=AssertionError)
+    warn = mock.patch.object(shared_compile.logger, "warning")
+    with install, warn as warned, agreement(True, once=True) as agreed:
+        for function in (lambda x: x.sum(), lambda x: x.prod()):
+            torch.compile(function, backend="aot_eager")(torch.ones(3))
+    for compilation in agreed.compilations:
+        assert compilation.source == f"{COMPILED}: {shared_compile.NO_SECRET}"
+    return warned.call_count
+
+
+def test_without_a_secret_each_rank_compiles_and_one_says_so_once(ranks):
+    assert ranks(_without_secret) == [1, 0]
+
+
+NAME = "ab/cabc0123456789.main.so"
+
+
+@pytest.fixture
+def kernel_folder(tmp_path):
+    tmp_path.chmod(0o700)
+    with (
+        mock.patch.object(_torch, "kernel_folder", return_value=str(tmp_path)),
+        mock.patch.object(_torch, "adopt_kernel") as adopt,
+        mock.patch.object(torch.compiler, "load_cache_artifacts") as load,
+    ):
+        yield tmp_path, adopt, load
+
+
+@pytest.mark.parametrize("what", ["other bytes", "a link", "writable", "of another user"])
+def test_a_kernel_that_was_planted_is_replaced_before_it_is_loaded(kernel_folder, what):
+    folder, adopt, _ = kernel_folder
+    path = folder / NAME
+    path.parent.mkdir(mode=0o700)
+    planted = folder / "planted"
+    planted.write_bytes(b"a program of somebody else" if what == "other bytes" else b"verified")
+    if what == "a link":
+        path.symlink_to(planted)
+    else:
+        path.hardlink_to(planted)
+    if what == "writable":
+        planted.chmod(0o666)
+    if what == "of another user":
+        if os.getuid() != 0:
+            pytest.skip("only root can make a file of another user")
+        os.chown(planted, 65534, 65534)
+    before = planted.read_bytes()
+    assert shared_compile._install(Artifacts(b"", {NAME: Kernel("ctypes", b"verified")})) == ""
+    # Whoever holds the planted file holds another one now.
+    planted.write_bytes(b"changed later")
+    assert path.read_bytes() == b"verified", before
+    adopt.assert_called_once_with(NAME, "ctypes")
+
+
+def test_a_kernel_that_is_there_already_stays(kernel_folder):
+    folder, *_ = kernel_folder
+    artifacts = Artifacts(b"", {NAME: Kernel("ctypes", b"verified")})
+    shared_compile._install(artifacts)
+    before = (folder / NAME).stat()
+    shared_compile._install(artifacts)
+    assert (folder / NAME).stat().st_ino == before.st_ino
+
+
+def test_a_folder_that_torch_has_made_for_all_is_closed_to_others(kernel_folder):
+    """Torch makes its folders below the cache directory with the user's umask."""
+    folder, adopt, _ = kernel_folder
+    (folder / "ab").mkdir()
+    (folder / "ab").chmod(0o775)
+    assert shared_compile._install(Artifacts(b"", {NAME: Kernel("ctypes", b"verified")})) == ""
+    assert (folder / "ab").stat().st_mode & 0o777 == 0o755
+    adopt.assert_called_once_with(NAME, "ctypes")
+
+
+def test_nothing_is_loaded_from_a_folder_that_others_can_write_to(kernel_folder):
+    folder, adopt, load = kernel_folder
+    folder.chmod(0o777)
+    why = shared_compile._install(Artifacts(b"", {NAME: Kernel("ctypes", b"verified")}))
+    assert why.startswith(f"another user can write to {folder}, ")
+    adopt.assert_not_called()
+    load.assert_not_called()
+    assert not (folder / NAME).exists()
+
+
+def _open_folder(rank, size, folder):
+    Path(folder).chmod(0o700)
+    with _own_cache(folder, rank), mock.patch.object(torch.compiler, "load_cache_artifacts") as load:
+        os.makedirs(os.environ["TORCHINDUCTOR_CACHE_DIR"], exist_ok=True)
+        if rank == 1:
+            Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).chmod(0o777)
+        with agreement(True, once=True) as agreed:
+            found = torch.compile(lambda x: x.sin(), options={"fallback_by_default": True})(torch.ones(3))
+    torch.testing.assert_close(found, torch.ones(3).sin())
+    load.assert_not_called()
+    return [compilation.source for compilation in agreed.compilations]
+
+
+def test_a_rank_whose_folder_is_open_compiles_by_itself(ranks, tmp_path):
+    [led], [followed] = ranks(_open_folder, str(tmp_path))
+    assert led == COMPILED
+    assert followed.startswith(f"{COMPILED}: another user can write to {tmp_path}")
 
 
 @on_ranks()

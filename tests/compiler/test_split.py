@@ -155,9 +155,8 @@ def _as_torch_does(rank, size, names):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("biased", "checkpoint") else pytest.mark.full) for name in PAIRS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", PAIRS)
 def test_as_many_parts_as_torch_makes(ranks, name):
     (found,) = ranks(_as_torch_does, [name], world_size=1)
     assert len(set(found)) > 1 or name == "contexts"
@@ -235,16 +234,36 @@ def test_a_front_without_parameters_joins_the_part_behind_it(rank, size):
     assert recorder.calls("sin") == [1, 0]
 
 
+def _kept_ids(model):
+    """The ids of the parameters in the buckets of a compiled ``model``."""
+    optimizer, _ = cut_and_compare(model, (rows(),))
+    return [key for bucket in optimizer.buckets for key in bucket.param_ids]
+
+
+@pytest.mark.parametrize("wrapper", ["is held", "is gone", "was never made"])
 @pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["ours", "torchs"])
 @on_ranks(world_size=1)
-def test_ignored_parameters_are_in_no_bucket(rank, size, wrap):
+def test_ignored_parameters_are_in_no_bucket(rank, size, wrap, wrapper):
     model = stack_of()
-    names = ["2.weight", "4.weight"]
-    wrap._set_params_and_buffers_to_ignore_for_model(model, names)
-    ddp = wrap(model)  # noqa: F841 (a wrapper lives as long as it is held)
-    optimizer, _ = cut_and_compare(model, (rows(),))
-    ids = [key for bucket in optimizer.buckets for key in bucket.param_ids]
-    assert ids == [id(model[0].weight), id(model[6].weight)]
+    wrap._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "4.weight"])
+    ddp = None if wrapper == "was never made" else wrap(model)
+    if wrapper == "is gone":
+        ddp = None
+    assert _kept_ids(model) == [id(model[0].weight), id(model[6].weight)]
+    del ddp
+
+
+@on_ranks(world_size=1)
+def test_the_last_word_on_ignored_parameters_counts(rank, size):
+    model = stack_of()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "4.weight"])
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    assert _kept_ids(model) == [id(model[n].weight) for n in (0, 4, 6)]
+    # One wrapper ignores a parameter, and another reduces it.
+    outer = nn.Sequential(model)
+    ddp = DDP(outer)
+    assert _kept_ids(model) == [id(model[n].weight) for n in (0, 2, 4, 6)]
+    del ddp
 
 
 @on_ranks(world_size=1)
@@ -292,6 +311,7 @@ def test_caps_below_one_byte_are_refused():
         DDPOptimizer(1, lambda gm, inputs: gm, first_bucket_cap=-1)
 
 
+@pytest.mark.full
 @on_ranks(world_size=1)
 def test_graphs_without_parameters_or_inputs(rank, size):
     torch._dynamo.reset()

@@ -97,6 +97,7 @@ def test_bert_in_parts(rank, size, backend, options):
     assert seen.rounds[-1] == seen.buckets > 2
 
 
+@pytest.mark.full
 @on_ranks()
 def test_mixed_precision_casts_belong_to_the_part_that_uses_them(rank, size):
     config = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)

@@ -28,7 +28,7 @@ from paceline.control.jobs import KEPT_JOBS, all_jobs
 from paceline.control.progress import read_file
 from paceline.errors import PeerError
 from paceline.hooks import allreduce as allreduce_hook
-from paceline.settings import HangWatch, job_directory
+from paceline.settings import HangWatch
 from paceline.testing import InjectedFaultError, RankError, RankPool, fail_at
 from paceline.testing.faults import Action, Phase
 from tests.transport.killing import segments
@@ -179,8 +179,8 @@ def _names_cause(script: Script, message: str) -> bool:
 def left_behind(before: set[str]) -> list[str]:
     """What the dead have left that should not be there."""
     wrong = [f"segment {name}" for name in segments() - before]
-    if len(all_jobs(job_directory())) > KEPT_JOBS:
-        wrong.append(f"{len(all_jobs(job_directory()))} directories of jobs")
+    if len(all_jobs()) > KEPT_JOBS:
+        wrong.append(f"{len(all_jobs())} directories of jobs")
     return wrong
 
 

@@ -65,9 +65,8 @@ def test_a_rank_is_missed_only_by_who_has_gone_further(process: subprocess.Popen
     own, other = (Progress(tmp_path, rank=rank, size=2, wrapper=1) for rank in range(2))
     for each in (own, other):
         each.start("all-reduce", "bucket 0", torch.ones(1))
-    progress._WHO.pack_into(
-        other._memory, 0, progress.MAGIC, process.pid, birth(process.pid), 1, 2, 1, 0, this_host().encode()
-    )
+    numbers = process.pid, birth(process.pid), 1, 2, 1, 0, 0.0
+    progress._WHO.pack_into(other._memory, 0, progress.MAGIC, *numbers, this_host().encode(), b"train.py")
     board = _board()
     inquiries = Inquiries(board, own, Census(board, ranks=range(2)), rank=0, size=2, directory=tmp_path)
     own.start("all-reduce", "bucket 1", torch.ones(1))

@@ -63,7 +63,7 @@ def test_news_is_put_in_words() -> None:
 def _news(size: int) -> list[News]:
     """The news of ``size`` ranks, over a store of this process."""
     board = Board(dist.HashStore(), name="job/1")
-    return [News(board, rank=rank) for rank in range(size)]
+    return [News(board, rank=rank, size=3) for rank in range(size)]
 
 
 def _report(news: News, message: str, *, where: str = "forward") -> None:
@@ -122,12 +122,18 @@ def test_news_that_is_taken_back_while_it_is_read_is_no_news() -> None:
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        ([["a", [2, 3], "float64"], ROWS[1]], "parameter 'a': dtype is 'float32' on rank 0 and 'float64' on rank 1"),
-        ([ROWS[0], ["b", [5], "float32"]], "parameter 'b': shape is [4] on rank 0 and [5] on rank 1"),
-        ([["c", [2, 3], "float32"], ROWS[1]], "name is 'a' on rank 0 and 'c' on rank 1"),
-        (ROWS[:1], "rank 0 has 2 parameters and rank 1 has 1: 'b' is on rank 0 but not on rank 1"),
-        ([*ROWS, ["c", [1], "int8"]], "rank 0 has 2 parameters and rank 1 has 3: 'c' is on rank 1 but not on rank 0"),
-        ([], "'a' is on rank 0 but not on rank 1"),
+        (
+            [["a", [2, 3], "float64"], ROWS[1]],
+            "the dtype of parameter 'a' is 'float32' on rank 0 and 'float64' on rank 1",
+        ),
+        ([ROWS[0], ["b", [5], "float32"]], "the shape of parameter 'b' is [4] on rank 0 and [5] on rank 1"),
+        ([["c", [2, 3], "float32"], ROWS[1]], "the first parameter that differs is 'a' on rank 0 and 'c' on rank 1"),
+        (ROWS[:1], "parameter 'b' is on rank 0 but not on rank 1 (2 parameters on rank 0, and 1 there). "),
+        (
+            [*ROWS, ["c", [1], "int8"]],
+            "parameter 'c' is not on rank 0 but on rank 1 (2 parameters on rank 0, and 3 there). ",
+        ),
+        ([], "parameter 'a' is on rank 0 but not on rank 1"),
     ],
     ids=["dtype", "shape", "name", "fewer", "more", "none"],
 )
@@ -138,16 +144,19 @@ def test_a_difference_is_put_in_words(theirs: list[list[Any]], words: str) -> No
     assert "nothing has been communicated yet" in told
 
 
-def test_options_are_called_so_and_only_some_of_the_ranks_that_differ_are_named() -> None:
+def test_options_are_called_so_and_ranks_that_differ_in_the_same_way_are_named_together() -> None:
     rows = [[[f"{OPTION}static_graph", value]] for value in (True, False)]
     told = describe_difference("options", rows, ["name", "value"])
     assert "option static_graph is True on rank 0 and False on rank 1" in told
     assert "parameter" not in told
     other = [["a", [2, 3], "float64"], ROWS[1]]
-    told = describe_difference("parameters", [ROWS, ROWS, *[other] * 20], FIELDS)
-    assert "on rank 1\n" not in told
+    told = describe_difference("parameters", [ROWS, ROWS, other, other, other], FIELDS)
+    assert told.count("on rank 0 and") == 1
+    assert "'float32' on rank 0 and 'float64' on ranks 2, 3 and 4. " in told
+    others = [[["a", [2, n], "float32"]] for n in range(10, 30)]
+    told = describe_difference("parameters", [ROWS, *others], FIELDS)
     assert told.count("on rank 0 and") == 8
-    assert "and 12 more ranks" in told
+    assert "; and 12 more differences. " in told
 
 
 # -- agreement -----------------------------------------------------------------------------------------
@@ -184,7 +193,7 @@ def _agree_differ(rank: int, size: int) -> str:
 def test_ranks_that_differ_raise_the_same_error_everywhere(ranks: Ranks, world_size: int) -> None:
     told = ranks(_agree_differ, world_size=world_size)
     assert len(set(told)) == 1
-    assert "parameter 'b': shape is [4] on rank 0 and [5] on rank 1" in told[0]
+    assert "the shape of parameter 'b' is [4] on rank 0 and [5] on rank 1" in told[0]
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -336,7 +345,7 @@ def _wait_in_vain(rank: int, size: int, kind: str, trouble: str) -> str:
 
 TROUBLES = {
     "raises": r"PeerFailedError\(1\): rank 1 raised in forward: BoomError: disk full.*This rank \(0\) was",
-    "late": r"RankLostError\(None\): Rank 0 waited",
+    "late": r"RankLostError\(1\): Rank 0 waited",
     "replans": r"PeerFailedError\(1\): The parameters of rank 1 changed .*'first.weight' was frozen.* this rank \(0\)",
 }
 
@@ -432,14 +441,14 @@ BROKEN = "[src/pair.cc:1] Connection closed by peer [127.0.0.1]:1234. This may m
 @pytest.mark.parametrize(
     ("error", "lost", "words", "never"),
     [
-        (TIMED_OUT, None, "some rank never joined in", ["onnection"]),
+        (TIMED_OUT, 1, "and not all ranks came. All ranks .*; rank 1 ", ["onnection to"]),
         (BROKEN, 1, "connection to rank 1 broke while rank 0 was in the all-reduce of bucket 0", ["Stack", "pair.cc"]),
     ],
     ids=["timed out", "broken"],
 )
 @on_ranks()
 def test_a_backend_that_timed_out_is_told_from_a_broken_connection(
-    rank: int, size: int, error: str, lost: int | None, words: str, never: list[str]
+    rank: int, size: int, error: str, lost: int, words: str, never: list[str]
 ) -> None:
     line = _channel()
     if rank == 0:

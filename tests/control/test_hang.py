@@ -24,7 +24,7 @@ from paceline.control.hang import Inquiries
 from paceline.control.peer_wait import PeerWait
 from paceline.control.progress import read_file
 from paceline.control.user_code import OWN_COLLECTIVE
-from paceline.control.whereabouts import Whereabouts, explain
+from paceline.control.whereabouts import Whereabouts
 from paceline.errors import PeerError, RankLostError
 from paceline.run.doctor import doctor
 from paceline.settings import HangWatch
@@ -33,48 +33,6 @@ from tests.control._common import group_store
 from tests.on_ranks import on_ranks
 
 Ranks = Callable[..., list[Any]]
-
-
-# -- what positions come to ----------------------------------------------------------------------------
-
-AHEAD = {4: "all-reduce of bucket 2", 5: "all-reduce of bucket 3 (layers.7.weight)"}
-BEHIND = {4: "all-reduce of bucket 2"}
-
-
-def test_the_rank_that_is_behind_is_named_with_what_it_does_instead() -> None:
-    told = explain(
-        {
-            0: Whereabouts(5, 1, waiting="the all-reduce of bucket 3", line="train.py:90 in step", recent=AHEAD),
-            1: Whereabouts(4, 1, activity="data loading", line="train.py:88 in load", recent=BEHIND),
-        },
-        2,
-    )
-    assert told.ranks == (1,)
-    assert told.cause == (
-        "Rank 1 has not started all-reduce of bucket 3 (layers.7.weight), for which rank 0 waits: "
-        "it is in data loading at train.py:88 in load."
-    )
-    assert "rank 0: collective 5; waits in the all-reduce of bucket 3 at train.py:90 in step" in told.lines
-
-
-def test_ranks_that_parted_are_named_by_the_first_collective_that_differs() -> None:
-    odd = {4: "broadcast of buffers", 5: "all-reduce of bucket 0", 6: "all-reduce of bucket 1"}
-    told = explain(
-        {0: Whereabouts(5, 1, recent=AHEAD), 1: Whereabouts(6, 1, recent=odd), 2: Whereabouts(5, 1, recent=AHEAD)}, 3
-    )
-    assert told.ranks == (1,)
-    assert told.cause == (
-        "Ranks parted at collective 4: rank 0 started all-reduce of bucket 2; rank 1 started broadcast of buffers."
-    )
-
-
-def test_a_rank_of_which_nothing_is_known_is_named() -> None:
-    told = explain({0: Whereabouts(5, 1, waiting="x", recent=AHEAD), 1: None}, 2)
-    assert told.ranks == (1,)
-    assert "rank 1: nothing is known of it" in str(told)
-    told = explain({0: Whereabouts(5, 1, waiting="x"), 1: Whereabouts(5, 1, waiting="x")}, 2)
-    assert told.ranks == ()
-    assert "All ranks wait in collective 5" in told.cause
 
 
 # -- ranks that hang -----------------------------------------------------------------------------------
@@ -104,7 +62,7 @@ def _get_stuck(how: str, ddp: DDP) -> None:
         case "loader":
             next(iter(DataLoader(_Slow())))
         case "parted":
-            ddp.broadcast_tensors([torch.ones(5)], source=0)
+            ddp._broadcast_tensors([torch.ones(5)], source=0)
         case _:
             fail_at(rank=1, phase="loader", action=how).strike("loader", 0)
 
@@ -280,10 +238,11 @@ def test_ranks_that_ask_at_the_same_time_are_all_answered(ranks: Ranks) -> None:
 
 
 def test_of_the_ranks_in_a_collective_of_the_users_the_lowest_tells() -> None:
+    ring = {4: "all-reduce of bucket 2"}
     positions = {
-        0: Whereabouts(5, 1, activity="data loading", recent=AHEAD),
-        1: Whereabouts(5, 1, activity=OWN_COLLECTIVE, recent=AHEAD),
-        2: Whereabouts(5, 1, activity=OWN_COLLECTIVE, recent=AHEAD),
+        0: Whereabouts(5, 1, activity="data loading", recent=ring),
+        1: Whereabouts(5, 1, activity=OWN_COLLECTIVE, recent=ring),
+        2: Whereabouts(5, 1, activity=OWN_COLLECTIVE, recent=ring),
         3: None,
     }
     told = []

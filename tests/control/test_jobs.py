@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import resource
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -27,7 +29,8 @@ def _write_record(
     """A progress file as the process ``pid`` would have written it."""
     memory = Progress(None, rank=rank, size=2, wrapper=1)._memory
     host = host or processes.this_host()
-    progress._WHO.pack_into(memory, 0, progress.MAGIC, pid, born, rank, 2, 1, stack_signal, host.encode()[:64])
+    numbers = pid, born, rank, 2, 1, stack_signal, 0.0
+    progress._WHO.pack_into(memory, 0, progress.MAGIC, *numbers, host.encode()[:64], b"train.py")
     path = directory / f"wrapper1.rank{rank}"
     path.write_bytes(bytes(memory))
     return path
@@ -92,7 +95,10 @@ def test_a_full_temporary_directory_does_not_end_the_process(tmp_path: Path) -> 
 # -- signals -------------------------------------------------------------------------------------------
 
 
-def test_only_our_signal_is_sent_and_only_to_our_own_process(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_only_our_signal_is_sent_and_only_to_our_own_process(
+    process: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_catches", lambda pid: True)
     born = processes.birth(process.pid)
     (tmp_path / f"stacks.{process.pid}").touch()
     for number in (signal.SIGTERM, signal.SIGKILL, stacks.SIGNAL + 1):
@@ -109,6 +115,68 @@ def test_only_our_signal_is_sent_and_only_to_our_own_process(process: subprocess
     # With its own file this would reach it: what kept it alive are the checks.
     doctor(tmp_path, with_stacks=True, out=io.StringIO())
     assert process.wait(60) == -stacks.SIGNAL
+
+
+_ANSWERS_THEN_BECOMES_ANOTHER_PROGRAM = """
+import os, sys
+from pathlib import Path
+from paceline.control import stacks
+assert stacks.answer_requests(Path(sys.argv[1]))
+print("answers", flush=True)
+sys.stdin.readline()
+os.execvp("sh", ["sh", "-c", "echo began; exec sleep 600"])
+"""
+
+
+def test_a_process_that_has_begun_another_program_gets_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_WAIT_S", 20.0)
+    command = [sys.executable, "-c", _ANSWERS_THEN_BECOMES_ANOTHER_PROGRAM, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            assert rank.stdout.readline() == "answers\n"
+            path = _write_record(tmp_path, pid=rank.pid, born=processes.birth(rank.pid))
+            assert 'File "<string>"' in stacks.ask(tmp_path, read_file(path))
+            # Where the kernel has no descriptors for processes, nobody is asked.
+            with monkeypatch.context() as old_kernel:
+                old_kernel.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError(errno.ENOSYS, "no such call")))
+                assert stacks.ask(tmp_path, read_file(path)) == ""
+            rank.stdin.write("go on\n")
+            rank.stdin.flush()
+            assert rank.stdout.readline() == "began\n"
+            # The number and the birth are the same as before, and the file is there.
+            record = read_file(path)
+            assert processes.process_state(record.process) == "running"
+            assert of_record(record, tmp_path).line == ""
+            assert doctor(tmp_path, with_stacks=True, out=io.StringIO()) == 0
+            assert rank.poll() is None
+        finally:
+            rank.kill()
+
+
+# -- how far a rank came ---------------------------------------------------------------------------------
+
+
+def test_the_files_of_a_wrapper_stay_until_all_its_ranks_have_finished(tmp_path: Path) -> None:
+    directory = tmp_path / "job"
+    directory.mkdir()
+    first, second = (Progress(directory, rank=rank, size=2, wrapper=1) for rank in range(2))
+    other = Progress(directory, rank=0, size=2, wrapper=11)
+    for _ in range(3):
+        first.begin_forward(trains=True)
+    first.begin_forward(trains=False)
+    first.begin_backward(3)
+    path = first.path
+    first.finish()
+    del first
+    record = read_file(path)
+    assert (record.forwards, record.backwards, bool(record.finished)) == (3, 3, True)
+    assert not read_file(second.path).finished
+    del second
+    assert [file.name for file in directory.iterdir()] == ["wrapper11.rank0"]
+    del other
+    assert not directory.exists()
 
 
 # -- removal -------------------------------------------------------------------------------------------

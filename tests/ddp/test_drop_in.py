@@ -185,6 +185,18 @@ def test_the_names_of_torch_s_class_lead_to_parts_that_there_are(rank, world_siz
     assert found > 5
 
 
+@ours_only
+@on_ranks()
+def test_the_first_backward_of_a_static_graph_needs_no_flush(rank, world_size):
+    """Lightning calls ``_delay_all_reduce`` after it, if it does not optimize automatically."""
+    ddp = DDP(nn.Linear(2, 1, bias=False), static_graph=True)
+    ddp(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    mean = torch.full((1, 2), 1.5)
+    assert torch.equal(ddp.module.weight.grad, mean)
+    assert ddp.reducer._delay_all_reduce() is None
+    assert torch.equal(ddp.module.weight.grad, mean)
+
+
 # -- inputs and outputs --------------------------------------------------------------------------------------
 
 

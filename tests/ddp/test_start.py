@@ -84,7 +84,9 @@ def test_init_sync_off(rank, world_size):
 def test_differences_are_found_without_init_sync(rank, world_size):
     """Found before the first exchange of gradients, or of buffers, whichever comes first."""
     shapes = DDP(nn.Linear(4, 2 + rank), init_sync=False)
-    with pytest.raises(ParameterMismatchError, match=r"'weight': shape is \[2, 4\] on rank 0 and \[3, 4\] on rank 1"):
+    with pytest.raises(
+        ParameterMismatchError, match=r"the shape of parameter 'weight' is \[2, 4\] on rank 0 and \[3, 4\] on rank 1"
+    ):
         shapes(torch.ones(1, 4)).sum().backward()
     buffers = nn.Linear(4, 2)
     buffers.register_buffer("table", torch.zeros(2 + rank))

@@ -370,3 +370,32 @@ def test_training_under_ddp(rank: int, world_size: int) -> None:
             optimizer.step()
     for (name, got), want in zip(wrapped.module.state_dict().items(), single.state_dict().values(), strict=True):
         _close(got, want, name, tol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("way", ["eager", "compiled around", "compiled inside"])
+def test_torch_s_layer_on_the_cpu_is_told_of_ours(ranks, backend, way):
+    ranks(_torch_s_layer, way, backend=backend)
+
+
+def _torch_s_layer(rank, world_size, way):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4)))
+    # Wrapping is fine, and so is evaluation, which needs nobody else's statistics.
+    ddp = paceline.DDP(torch.compile(model, backend="eager") if way == "compiled inside" else model)
+    step = torch.compile(ddp, backend="eager") if way == "compiled around" else ddp
+    ddp.eval()
+    step(torch.ones(3, 4))
+    ddp.train()
+    with pytest.raises(ValueError, match=r"1\.0.*paceline\.SyncBatchNorm\.convert_sync_batchnorm") as caught:
+        step(torch.ones(3, 4))
+    assert isinstance(caught.value, BadArgumentError)
+    assert "SyncBatchNorm" in str(caught.value.__cause__)
+
+
+@on_ranks()
+def test_another_error_of_a_module_stays_as_it_is(rank, world_size):
+    ddp = paceline.DDP(nn.Sequential(nn.SyncBatchNorm(4)))
+    with pytest.raises(ValueError, match="at least 2D input") as caught:
+        ddp(torch.ones(4))
+    assert type(caught.value) is ValueError

@@ -260,6 +260,7 @@ def test_weights_are_those_of_torch_s_class(rank, world_size):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.full
 @on_ranks(world_size=4)
 def test_hooks_start_weights_and_freezing(rank, world_size):
     dp, tp = _meshes()
@@ -325,6 +326,7 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
     torch.testing.assert_close(full(kept), value, rtol=0, atol=0)
 
 
+@pytest.mark.full
 @on_ranks(world_size=4, allow_warnings=(("Using backward", UserWarning),))
 def test_gradients_are_differentiated_again(rank, world_size):
     """A penalty is of averaged gradients."""
@@ -414,13 +416,13 @@ def test_what_cannot_be_averaged_is_refused(rank, world_size):
     linear = nn.Linear(4, 4)
     whole = (torch.ones(4, 4), [Shard(0)]) if dp.get_local_rank() else (torch.ones(2, 4), [Replicate()])
     linear.weight = nn.Parameter(distribute_tensor(whole[0], tp, whole[1]))
-    with pytest.raises(ParameterMismatchError, match=r"'weight': placement is .* of \(2, 4\)' on rank 0"):
+    with pytest.raises(ParameterMismatchError, match=r"placement of parameter 'weight' is .* of \(2, 4\)' on rank 0"):
         paceline.DDP(linear, device_mesh=dp)
     # Parts of different replicas, but not the same part.
     groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     sharded = nn.Linear(4, 4)
     sharded.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), tp, [Shard(0)]))
-    with pytest.raises(ParameterMismatchError, match=r"'weight': placement .*part [01]' on rank \d and .*part [01]'"):
+    with pytest.raises(ParameterMismatchError, match=r"'weight' is .*part [01]' on rank \d and .*part [01]'"):
         paceline.DDP(sharded, process_group=groups[rank in (1, 2)])
     # The same for buffers, of which rank 0's part would overwrite the others; but not where nobody sends them.
     buffered = nn.Linear(4, 2)

@@ -57,6 +57,48 @@ def _own_gradients(state: object, bucket: Any) -> torch.futures.Future[torch.Ten
     return future
 
 
+def _closures(rank: int, size: int) -> None:
+    """Accumulate in ``no_sync``, and let the optimizer run the backward that synchronises."""
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(4, 2), verify_every=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def backward() -> torch.Tensor:
+        loss = ddp(torch.randn(3, 4) + rank).square().sum()
+        loss.backward()
+        return loss
+
+    for n in range(4):
+        with ddp.no_sync():
+            backward()
+        optimizer.step(backward) if n % 2 else optimizer.step(closure=backward)
+        optimizer.zero_grad()
+    if rank == 1:
+        with torch.no_grad():
+            ddp.module.bias[0] += 1
+    with pytest.raises(ReplicaMismatchError, match="parameter 'bias' differs"):
+        backward()
+
+
+def test_a_closure_that_runs_backward_is_no_difference(ranks: Ranks) -> None:
+    ranks(_closures)
+
+
+def _several_optimizers(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(4, 2), verify_every=1)
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.1 / n, momentum=0.5) for n in range(1, 9)]
+    for _ in range(2):
+        ddp(torch.randn(3, 4) + rank).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        ddp.zero_grad()
+
+
+def test_several_optimizers_of_one_parameter_are_no_difference(ranks: Ranks) -> None:
+    ranks(_several_optimizers)
+
+
 def test_ranks_that_are_alike_stay_so_in_silence(ranks: Ranks) -> None:
     assert ranks(_train, "nothing", 6, 1) == [{"told": "", "step": 6}] * 2
 

@@ -354,3 +354,17 @@ def test_weights_are_refused_with_sync_batchnorm(rank, world_size):
     ddp.eval()
     with ddp.weighted(rows[rank]):
         ddp(batches[rank]).square().mean().backward()
+
+
+@on_ranks()
+def test_weights_that_are_all_zero_give_plain_zeros(rank, world_size):
+    """Not those with a sign, which differ between ranks, nor what an infinite gradient would make of them."""
+    ddp = DDP(nn.Linear(4, 1, bias=False), verify_every=1)
+    with ddp.weighted(0):
+        if rank == 0:
+            with ddp.no_sync():
+                ddp(-torch.ones(1, 4)).sum().backward()
+        ddp(torch.tensor([[-1.0, 1.0, -2.0, 2.0]])).sum().backward()
+    grad = ddp.module.weight.grad
+    assert not grad.any()
+    assert not grad.signbit().any()

@@ -27,7 +27,7 @@ def _layout(module: nn.Module, cap_bytes: int = 100) -> Layout:
     slots = Slots()
     slots.follow(roster)
     plan = make_plan(roster.specs, caps_bytes=(cap_bytes,))
-    return Layout(plan, slots.by_id, n_ranks=2, copy_in_batches=False)
+    return Layout(plan, slots.by_id, n_ranks=2, wrapper=1, copy_in_batches=False)
 
 
 def _flats(layout: Layout) -> list[Tensor]:

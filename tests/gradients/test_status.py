@@ -80,7 +80,7 @@ def test_a_step_that_differs_in_one_flag_is_not_usual(what: str, place: int) -> 
 @pytest.mark.parametrize(("n_buckets", "n_params"), [(1, 0), (0, 4), (2, 3), (1, 500)])
 def test_the_size_is_known_beforehand_and_small(n_buckets: int, n_params: int) -> None:
     code = StatusCode(n_ranks=2, n_buckets=n_buckets, n_params=n_params)
-    assert 3 <= code.numel <= 3 + n_buckets + n_params
+    assert 6 <= code.numel <= 6 + n_buckets + n_params
     status = Status(1.0, 0.0, 0.0, [0.0] * n_buckets, [1.0] * n_params)
     assert _same(_sum(code, [status, status]), Status(2.0, 0.0, 0.0, [0.0] * n_buckets, [2.0] * n_params))
 
@@ -98,3 +98,24 @@ def test_it_is_written_into_the_tail_of_a_larger_buffer_only() -> None:
     code.write(status, flat[4:])
     assert flat[:4].tolist() == [0.0] * 4
     assert _same(code.read(flat[4:]), status)
+
+
+@pytest.mark.parametrize("dtype", STATUS_DTYPES)
+@pytest.mark.parametrize("n_ranks", [2, 3, 1000, 100_000])
+def test_a_backward_of_another_kind_on_one_rank_is_noticed(n_ranks: int, dtype: torch.dtype) -> None:
+    def code(wrapper: int) -> StatusCode:
+        return StatusCode(n_ranks=n_ranks, n_buckets=1, n_params=1, wrapper=wrapper)
+
+    def total(*marks: tuple[float, float, float]) -> Status:
+        # Sums in the dtype in which they travel, as though all other ranks had brought the first mark.
+        sums = [sum(torch.tensor(float(n), dtype=dtype) for n in numbers) for numbers in zip(*marks, strict=True)]
+        rest = [torch.tensor(number * (n_ranks - len(marks)), dtype=dtype) for number in marks[0]]
+        opinions, marks_sum, squares = (float(one + other) for one, other in zip(sums, rest, strict=True))
+        return Status(1.0, 0.0, 0.0, [0.0], [1.0], opinions, marks_sum, squares)
+
+    ours = code(wrapper=3).mark(of_module=False)
+    assert total(ours, ours).is_one_backward
+    assert not total(ours, code(wrapper=3).mark(of_module=True)).is_one_backward
+    assert not total(ours, code(wrapper=4).mark(of_module=False)).is_one_backward
+    # A rank without an opinion fits to any.
+    assert total(ours, (0.0, 0.0, 0.0)).is_one_backward

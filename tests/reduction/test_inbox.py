@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.gradients.slots import Slot
-from paceline.reduction.inbox import BATCH, GROWTH, Inbox, hears_alone
+from paceline.gradients.slots import Slot, Slots
+from paceline.reduction.gradient_hooks import hears_alone
+from paceline.reduction.inbox import BATCH, GROWTH, Inbox
 
 
 class Recipient:
     """Remembers how many gradients it was told of each time."""
 
     def __init__(self) -> None:
+        self.slots = Slots()
         self.inbox = Inbox(self)
         self.taken: list[int] = []
 

@@ -23,12 +23,13 @@ IS_REPORTED = ["compiler/taps/ops.py", "compiler/taps/tap.py", *ARRIVES[1:]]
 FOR_A_REPORT = {"compiler/taps/parameter_binding.py", "reduction/ownership.py", "reduction/early_gradients.py"}
 # What is read or noted on the way. Nothing of a gradient changes in these files.
 VALUES = {f"gradients/{name}.py" for name in ("layout", "ledger", "plan", "slots", "status")} | {
+    "reduction/origin.py",
     "reduction/weighing.py",
     "reduction/telemetry.py",
     "control/progress.py",
 }
-# How a backward begins, and what is learnt from it in the end, is not a gradient's own way.
-AROUND = {"reduction/planner.py", "_torch/autograd.py"}
+# How a backward begins, what is learnt from it in the end, and what others do, is not a gradient's own way.
+AROUND = {f"reduction/{name}.py" for name in ("planner", "gradient_hooks", "turns", "usable")} | {"_torch/autograd.py"}
 
 
 def _visits(rank, world_size, is_compiled):

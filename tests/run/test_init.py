@@ -7,7 +7,10 @@ import importlib
 import io
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
 
@@ -15,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.errors import BadArgumentError, BadTypeError, StateError
+from paceline.errors import BadArgumentError, BadTypeError, RankLostError, StateError
+from paceline.run import meeting
 from paceline.run.init import Launch, World, default_backend, init, shutdown
 from paceline.transport.shm import kernel
 
@@ -112,6 +116,42 @@ def test_half_set_variables_are_an_error_that_names_them(missing: str, monkeypat
         init(device="cpu")
     assert all(name in str(raised.value) for name in FULL)
     assert not dist.is_initialized()
+
+
+def _meet_as(rank: int, world_size: int, port: int, **environ: str) -> str:
+    """What one more rank of a group is told."""
+    code = "import paceline; paceline.init(backend='gloo', timeout=60)"
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | place | environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_ranks_with_different_world_sizes_are_told_so_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with ThreadPoolExecutor() as pool:
+        told = list(pool.map(_meet_as, (0, 1), (3, 2), (port, port)))
+    for line in told:
+        assert "DisagreementError: Ranks were started with different world sizes: rank " in line
+        assert "rank 0 has WORLD_SIZE 3" in line
+        assert "rank 1 has WORLD_SIZE 2" in line
+
+
+def test_a_port_that_is_in_use_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        told = _meet_as(0, 2, port)
+    assert told.startswith(f"paceline.errors.StateError: Port {port} of this host is in use")
+    assert "choose another MASTER_PORT" in told
+
+
+def test_ranks_that_do_not_come_are_counted() -> None:
+    with pytest.raises(RankLostError, match=r"Only 1 of 2 ranks came within 0 s\."):
+        meeting._gather(dist.HashStore(), 0, 2, timeout_s=0.0)
 
 
 def test_local_rank_is_the_rank_where_nothing_else_is_said() -> None:

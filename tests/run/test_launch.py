@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 
 from paceline.errors import BadArgumentError
 from paceline.run import launch as launch_module
+from paceline.run import output
 from paceline.run.launch import launch, rank_variables
 
 PREAMBLE = """
@@ -103,6 +105,7 @@ def test_threads_already_chosen_stay(script: Any, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().out == "3\n"
 
 
+@pytest.mark.full
 def test_ranks_meet_each_other(script: Any, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
 import torch, torch.distributed as dist
@@ -142,6 +145,54 @@ while True:
         "  [rank 1] no data on this disk",
     ]
     assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_rank_that_prints_without_end_fills_no_disk(
+    script: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = tmp_path / "temporary"
+    kept.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(kept))
+    body = f"""
+from pathlib import Path
+if RANK == 1:
+    for _ in range(1000):
+        os.write(1, b"x" * 65536)
+    print()
+    for number in range(100):
+        print("line", number)
+    print("on disk:", sum(file.stat().st_size for file in Path({str(kept)!r}).rglob("*")))
+    sys.exit(7)
+"""
+    assert launch([sys.executable, script(body)], nproc=2) == 7
+    told = capfd.readouterr().err.splitlines()
+    lines = [f"  [rank 1] line {number}" for number in range(61, 100)]
+    assert told == ["paceline: rank 1 failed with exit code 7", *lines, "  [rank 1] on disk: 0"]
+
+
+def test_who_holds_the_output_of_a_rank_is_not_waited_for(
+    script: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pipe: Path
+) -> None:
+    monkeypatch.setattr(output, "_END_S", 1e6)  # a launcher that waits does not get away with giving up
+    # A process that the rank leaves behind. It ends when the test lets go of the pipe, or by an alarm if it comes to
+    # open the pipe only after that.
+    body = f"""
+import subprocess
+if RANK == 1:
+    left = "import signal, sys; signal.alarm(60); open(sys.argv[1]).read()"
+    subprocess.Popen([sys.executable, "-c", left, {str(pipe)!r}], start_new_session=True)
+    print("the last words")
+    sys.exit(7)
+"""
+    held = os.open(pipe, os.O_RDWR)
+    try:
+        assert launch([sys.executable, script(body)], nproc=2) == 7
+    finally:
+        os.close(held)
+    assert capfd.readouterr().err.splitlines() == [
+        "paceline: rank 1 failed with exit code 7",
+        "  [rank 1] the last words",
+    ]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(
@@ -259,6 +310,7 @@ while True:
     assert all(map(gone, pids))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a child of its parent's death")
 def test_ranks_end_even_if_the_launcher_is_killed(script: Any, pipe: Path) -> None:
     body = """

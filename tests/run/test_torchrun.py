@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import atexit, os, sys, torch, paceline
 world = paceline.init(backend="gloo")
@@ -47,3 +49,27 @@ def test_the_first_cause_is_what_is_read_first(tmp_path: Path) -> None:
     assert f"{program}:7 in load" in told[-1]
     assert len(told) <= 5
     assert done.stderr.index("ValueError: no such file") < done.stderr.index("PeerFailedError")
+
+
+RESTARTED = """
+import os, torch, torch.distributed as dist, paceline
+world = paceline.init(backend="gloo", timeout=60)
+total = torch.ones(())
+dist.all_reduce(total)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    # The other rank is still there, and has written its share into the store.
+    dist.barrier()
+    raise ValueError("once") if world.rank else SystemExit(1)
+print("sum", int(total), flush=True)
+paceline.shutdown()
+"""
+
+
+@pytest.mark.full
+def test_ranks_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(RESTARTED, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2") == 2

@@ -72,6 +72,7 @@ def _stuck(rank, world_size):
     dist.recv(torch.zeros(1), src=1 - rank)
 
 
+@pytest.mark.full
 def test_time_out_shows_where_ranks_are_stuck_and_the_pool_goes_on():
     with RankPool() as pool:
         pool.run(_pid)  # The time-out is for ranks that are up: on a busy machine starting them takes long.
@@ -81,6 +82,7 @@ def test_time_out_shows_where_ranks_are_stuck_and_the_pool_goes_on():
         assert pool.run(_sum_of_ranks, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_for_one_that_ended_is_killed():
     with RankPool() as pool:
         pool.run(_pid)

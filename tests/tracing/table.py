@@ -49,8 +49,9 @@ def expressions_table() -> str:
     measured = sum(counts["plain", word] for word in {key[1] for key in counts}) - counts["plain", verdict(None)]
     summary = (
         f"Of {measured} expressions, torch {torch.__version__.partition('+')[0]} by itself compiles "
-        f"{counts['plain', YES]} as one graph; with `import paceline`, {counts['ours', YES]}. "
-        "(Measured on a fake group of 8 ranks; values are compared with eager's on real ranks, in the tests.)"
+        f"{counts['plain', YES]} as one graph; with `import paceline`, {counts['ours', YES]} are one graph.\n"
+        "This was measured on a fake group of 8 ranks. "
+        "The tests compare the values with those of eager code on real ranks."
     )
     return "\n".join([summary, *lines])
 

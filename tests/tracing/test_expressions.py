@@ -91,6 +91,7 @@ def test_compiled_is_eager(outcome, world_size, backend, row):
     assert found is None, found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", [e.id for e in EXPRESSIONS if e.fake])
 def test_compiled_is_eager_on_a_fake_group(fake_outcomes, row):
     answer = fake_outcomes[row]
@@ -110,6 +111,7 @@ SHOWN_BY = {
 }
 
 
+@pytest.mark.full
 def test_every_row_of_the_registry_has_an_expression():
     """The registry is read in a process of its own: it imports the compiler."""
     script = (

@@ -131,6 +131,7 @@ print(json.dumps(lengths))
 """
 
 
+@pytest.mark.full
 def test_a_group_that_is_made_anew_is_the_default_of_differentiable_collectives():
     # torch's own default would be the group of the first compilation.
     assert _answer(ANOTHER_GROUP) == [3, 2]
