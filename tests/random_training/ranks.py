@@ -115,9 +115,18 @@ def _run_one(rank: int, program: Program) -> Ended:
 
 
 def run(
-    pool: RankPool, programs: Sequence[Program], *, refused: bool = False, around: Around = contextlib.nullcontext
+    pool: RankPool,
+    programs: Sequence[Program],
+    *,
+    refused: bool = False,
+    around: Around = contextlib.nullcontext,
+    tries: int = 2,
 ) -> Iterator[list[Ended | Gone]]:
-    """Run programs of one backend; yields what became of each, by rank. ``refused``: a rank will wait in vain."""
+    """Run programs of one backend; yields what became of each, by rank. ``refused``: a rank will wait in vain.
+
+    ``tries``: how often ranks may try to make their group. Its time-out is short where a rank waits in vain, and a
+    busy machine can stand still for so long.
+    """
     left = list(programs)
     while left:
         try:
@@ -135,11 +144,17 @@ def run(
                 # Which one it was is found by running each by itself.
                 for program in left:
                     yield from run(pool, [program], refused=refused, around=around)
+            elif tries > 1 and all(_never_began(error, rank) for rank in RANKS):
+                yield from run(pool, left, refused=refused, around=around, tries=tries - 1)
             else:
                 yield [_answer(error, rank) for rank in RANKS]
             return
         yield from ([*each] for each in zip(*answers, strict=True))
         left = left[len(answers[0]) :]
+
+
+def _never_began(error: RankError, rank: int) -> bool:
+    return rank in error.failures and bool(error.failures[rank].error_type)
 
 
 def _answer(error: RankError, rank: int) -> Ended | Gone:
@@ -148,7 +163,7 @@ def _answer(error: RankError, rank: int) -> Ended | Gone:
         ended = error.results[rank][-1]
         assert isinstance(ended, Ended)
         return ended
-    if failure.error_type:
+    if _never_began(error, rank):
         # It could not even begin, as the other one was not there.
         return Gone("lost", f"{failure.error_type}: {failure.message}")
     return Gone("hang" if failure.message.startswith("stuck") else "crash", failure.traceback[-3000:])
