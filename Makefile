@@ -10,7 +10,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Most tests wait for something, so there are more of them at a time than cores.
 PYTEST := $(BIN)/python -m pytest -n $(or $(WORKERS),4)
 
-.PHONY: install train test test-all check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing clean
+FRAMEWORKS := .venv-frameworks
+
+.PHONY: install train test test-all test-frameworks check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing clean
 
 install: $(STAMP)
 
@@ -32,6 +34,16 @@ test: install
 test-all: install
 	$(PYTEST)
 	$(MAKE) conformance
+
+# Paceline in Lightning, Accelerate, transformers and Ray, in an environment of its own, since these are large.
+test-frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest -n $(or $(WORKERS),2) --override-ini="addopts=-q --strict-markers" tests/frameworks $(ARGS)
+
+$(FRAMEWORKS)/.installed: pyproject.toml setup.py $(wildcard src/paceline/transport/shm/csrc/*)
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 "numpy>=1.26"
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -e ".[test,frameworks]"
+	touch $@
 
 check: install
 	$(BIN)/ruff check .
@@ -92,4 +104,4 @@ bench: install
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) build dist src/*.egg-info

@@ -3,6 +3,7 @@
 Each folder has one role, and imports run one way: a folder uses only those below it in this list.
 
 - ``testing``: a pool of live ranks, and faults that follow a script
+- ``integrations``: Lightning, Accelerate, transformers and Ray, which are imported only if a program uses them
 - ``run``: starts ranks, joins their process group, and looks at them
 - ``ddp``: :class:`DistributedDataParallel` and its parts, and torch's names for them
 - ``compiler``: compiled training, in which graphs report their gradients
