@@ -130,6 +130,26 @@ def test_nothing_leaks_into_the_next_run_and_seeds_repeat(ranks):
     assert first[0] == first[1]
 
 
+def _times(x, number):
+    return x * number
+
+
+def _compilations(rank, world_size, number):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compile(_times, backend=backend, dynamic=False)(torch.ones(1), number)
+    return len(graphs)
+
+
+def test_no_run_is_the_one_for_which_the_compiler_gives_up(ranks):
+    # Dynamo compiles a function eight times at the most.
+    assert [ranks(_compilations, number, backend=None, world_size=1) for number in range(10)] == [[1]] * 10
+
+
 def _warn(rank, world_size):
     warnings.warn("careless", UserWarning, stacklevel=1)
     return "went on"

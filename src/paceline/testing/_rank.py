@@ -174,6 +174,9 @@ def _clean_up() -> str:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # What earlier jobs have compiled counts towards the limit after which Dynamo compiles a function no more.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
         # Later collections need not look again at what this run has imported, such as the compiler.
         freeze()
         torch.set_default_dtype(torch.float32)
