@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline import _torch
 from paceline.settings import SECRET
 
 # The answer of a rank that was told to clean up and has done so.
@@ -175,7 +176,7 @@ def _clean_up() -> str:
         if dist.is_initialized():
             dist.destroy_process_group()
         # What earlier jobs have compiled counts towards the limit after which Dynamo compiles a function no more.
-        if "torch._dynamo" in sys.modules:
+        if _torch.COMPILER in sys.modules:
             torch.compiler.reset()
         # Later collections need not look again at what this run has imported, such as the compiler.
         freeze()
