@@ -262,7 +262,7 @@ def test_weights_are_those_of_torch_s_class(rank, world_size):
 
 @pytest.mark.full
 @on_ranks(world_size=4)
-def test_hooks_start_weights_and_freezing(rank, world_size):
+def test_hooks_start_and_weights(rank, world_size):
     dp, tp = _meshes()
     seen = []
 
@@ -306,7 +306,11 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
 
-    # A layer is frozen and unfrozen, and somebody keeps a gradient.
+
+@pytest.mark.full
+@on_ranks(world_size=4)
+def test_a_layer_is_frozen_for_a_step_and_a_gradient_is_kept(rank, world_size):
+    dp, tp = _meshes()
     parts, whole = _models(tp)
     ddp = paceline.DDP(parts, device_mesh=dp)
     for step in range(3):
