@@ -123,7 +123,7 @@ class Unused(nn.Module):
         x = self.first(x)
         if self.use_spare:
             x = self.spare(x)
-        # In the graph, yet without a gradient.
+        # The parameter is in the graph, yet it has no gradient.
         return self.last(x) + 0 * self.spare.weight.sum().detach()
 
 
@@ -287,7 +287,7 @@ def test_autograd_grad_stays_local(rank, size):
     ddp = DDP(stack())
     compiled = whole("aot_eager")(ddp)
     params = list(ddp.parameters())
-    # Of this rank's own: no other rank takes part.
+    # These are this rank's own gradients: no other rank takes part.
     if rank == 0:
         grads = torch.autograd.grad(compiled(batch(rank)).square().sum(), params)
         want = torch.autograd.grad(ddp.module(batch(rank)).square().sum(), params)
