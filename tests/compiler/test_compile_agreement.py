@@ -302,7 +302,7 @@ def test_collectives_that_differ_are_an_error_before_they_run(rank, size, name):
 
     fresh()
     with (
-        pytest.raises(errors.DisagreementError, match="(?s)the first.*Their collectives differ"),
+        pytest.raises(errors.DisagreementError, match=r"(?s)the first.*Their collectives differ"),
         agreement(True),
     ):
         f(torch.ones(4))

@@ -73,7 +73,7 @@ def _agree_differ(rank: int, size: int) -> str:
     rows = ROWS if rank != 1 else [ROWS[0], ["b", [5], "float32"]]
     with pytest.raises(ParameterMismatchError) as caught:
         line.compare("parameters", rows, FIELDS)
-    line.compare("parameters", ROWS, FIELDS)  # an answer of the last time must not be taken for one of this time
+    line.compare("parameters", ROWS, FIELDS)  # An answer of the last time must not be taken for one of this time.
     return str(caught.value)
 
 
@@ -168,7 +168,7 @@ def test_a_report_is_heard_and_giving_up_is_for_good(rank: int, size: int) -> No
     if rank == 1:
         line.report("backward", None)
         assert "rank 1 raised in backward: an exception" in str(line._news._read("failure/1"))
-        # The same exception, now that it can be named.
+        # It is the same exception, which can be named now.
         line.report("forward", BoomError("x" * (MESSAGE_LIMIT + 100)))
         assert line.news() is None
         assert not line.given_up()
@@ -257,7 +257,7 @@ def test_a_wait_without_trouble(rank: int, size: int) -> None:
     line.wait(dist.all_reduce(tensor, async_op=True), "an all-reduce")
     assert not line._board.store.check(["given_up"])
     future = dist.all_reduce(tensor.clone(), async_op=True).get_future()
-    for _ in range(2):  # also if it is done
+    for _ in range(2):  # the second time it is done already
         assert line.wait_future(future, "a future")[0].tolist() == [6.0] * 3
     assert tensor.tolist() == [3.0] * 3
 

@@ -119,7 +119,7 @@ def test_a_view_has_the_strides_of_its_parameter(tensor: Tensor) -> None:
     bucket = _bucket([_param(5), param])
     view = _views(bucket)[1]
     assert view.stride() == param.stride()
-    # Whatever strides the gradient has.
+    # This holds whatever strides the gradient has.
     for grad in (torch.randn_like(param), torch.randn(param.shape)):
         bucket.slots[1].forget()
         _absorb(bucket.slots[1], grad.clone())
