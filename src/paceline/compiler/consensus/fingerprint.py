@@ -98,9 +98,10 @@ def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> GraphLine:
 def _collectives() -> tuple[str, ...]:
     """What the names of collectives begin with. Messages between two ranks are none: only those two have them."""
     # This is imported late, because it reads the files that the operators are named after.
-    from paceline.tracing import ops as traced
+    from paceline.tracing.operator_namespace import operators
+    from paceline.tracing.ops import POINT_TO_POINT, STARTERS
 
-    ours = (getattr(traced.operators, name) for name in traced.STARTERS if name not in traced.POINT_TO_POINT)
+    ours = (getattr(operators, name) for name in STARTERS if name not in POINT_TO_POINT)
     return (*_TORCHS_COLLECTIVES, *map(_torch.name_of_target, ours))
 
 
