@@ -118,7 +118,7 @@ class Trainer:
         """The part of all bytes that has started to move at MOMENT of a backward, by the clock."""
         launches: list[tuple[float, int]] = []
 
-        # Not annotated: torch compares annotations with its own class of buckets.
+        # The hook has no annotations, because torch compares them with its own class of buckets.
         def hook(state, bucket):  # type: ignore[no-untyped-def]
             launches.append((time.perf_counter(), bucket.buffer().nbytes))
             work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
@@ -140,7 +140,7 @@ def measure_size(size_mb: float, settings: Settings, rank: int) -> dict[str, Any
     trainers: dict[str, Trainer] = {}
     found: dict[str, Any] = {"size_mb": size_mb} | {mode: {"compile_s": []} for mode in TITLES}
     for index in range(settings.compilations):
-        # Not between the two: what the last ones have compiled is what takes the steps below.
+        # There is no reset between the two modes, because the steps below are taken by what was compiled last.
         torch.compiler.reset()
         if any("error" in found[mode] for mode in TITLES):
             break  # what is compiled after a failure of torch's class may fail for that

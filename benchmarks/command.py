@@ -30,7 +30,7 @@ from .settings import Sent
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PARTIAL = Path("runs") / "bench"
-"""For runs that say little: of a part, or of a small model."""
+"""Where the results of runs go that say little, because they were of a part or of a small model."""
 
 S = TypeVar("S", bound=Sent)
 Found = dict[str, Any]
@@ -45,13 +45,13 @@ class Command(Generic[S]):
     name: str
     about: str
     settings: S
-    """What it does if nothing is said."""
+    """The settings of a run for which nothing else was asked."""
     quick: dict[str, Any]
-    """Which settings are others in a smoke run."""
+    """The settings that a smoke run has instead."""
     options: tuple[str, ...]
-    """Which of them, whole numbers, are options of the command."""
+    """The settings that are options of the command. All of them are whole numbers."""
     on_rank: Callable[[S, int, Emit], None] | None
-    """What each rank does; None if `measure` has ranks in another way."""
+    """What each rank does; None if `measure` starts its ranks in another way."""
     measure: Callable[[S, Start[S], Console], Found]
     """Starts the ranks, once or more often, and returns what is to be saved."""
     show: Callable[[Found, S, Console], None]
@@ -93,7 +93,7 @@ class Command(Generic[S]):
 
     def _run_rank(self) -> None:
         assert self.on_rank is not None
-        # Of torch's, in every run, about what it does itself.
+        # In every run, torch warns about things that it does itself.
         warnings.simplefilter("ignore")
         with joined() as (rank, text, emit):
             self.on_rank(type(self.settings).from_json(text), rank, emit)
@@ -113,13 +113,13 @@ def add_out(parser: argparse.ArgumentParser, name: str, whole: Path) -> None:
 
 
 def make_console(width: int) -> Console:
-    """The terminal's own width, or this one where there is none."""
+    """A console that is as wide as the terminal, or ``width`` columns wide if there is no terminal."""
     return Console(width=width if not sys.stdout.isatty() else None, highlight=False)
 
 
 @contextlib.contextmanager
 def ranks_ending(console: Console) -> Iterator[None]:
-    """However this ends, so do the ranks; and if it is not well, the command ends with it."""
+    """End the ranks, however the block ends. If it does not end well, end the command, too."""
     # A time-out's SIGTERM must end the ranks as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -172,7 +172,7 @@ def show(found: Found, settings: Settings, console: Console) -> None:
         title = CASES[model].title if model in CASES else f"{settings.layers} {model}"
         for metric in ("seconds", "processor"):
             each, once = ([event[metric] for event in found[f"{model}, {cache}, {mode}"]] for mode in MODES)
-            # Of the rounds' own ratios, so that a slow spell of the machine falls on both.
+            # It is the median of the ratios within rounds, so that a slow spell of the machine falls on both.
             ratio = statistics.median(a / b for a, b in zip(each, once, strict=True))
             middle = (f"{statistics.median(values):.1f}" for values in (each, once))
             table.add_row(title, cache, metric, *middle, f"{ratio:.2f}")

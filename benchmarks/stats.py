@@ -199,7 +199,7 @@ def rows(series: Series) -> list[Row]:
 def _verdict(ratio: Ratio | None, goal: float | None) -> str:
     if ratio is None or goal is None:
         return ""
-    # As precise as it is printed: a few bytes of bookkeeping on top of 67 MB are not a miss.
+    # The judgement is as precise as what is printed: a few bytes of bookkeeping on top of 67 MB are not a miss.
     low, high = round(ratio.low, 3), round(ratio.high, 3)
     if high <= goal:
         return "met"

@@ -40,8 +40,8 @@ class Suite:
     modes: tuple[str, ...] = USUAL
     """What it compares unless --mode says otherwise."""
     goals: Mapping[str, tuple[tuple[str, str, float], ...]] = dataclasses.field(default_factory=dict)
-    """Those that are not about the better torch mode. By model: mode, what it is held against, and the most that the
-    ratio of their steps may be."""
+    """By model, the goals that are not about the better torch mode. Each has a mode, the mode that it is compared with,
+    and the largest ratio of their step times that meets the goal."""
     once: bool = False
     """Its figures do not depend on where memory lies: one launch of the ranks is enough."""
 

@@ -39,7 +39,7 @@ def test_all_is_what_is_exported(package: ModuleType) -> None:
 def test_all_has_no_name_twice_and_is_sorted(package: ModuleType) -> None:
     names = package.__all__
     assert len(names) == len(set(names))
-    # As ruff sorts it: constants, classes, the rest.
+    # Ruff sorts it like this: constants, classes, the rest.
     assert names == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
 
 

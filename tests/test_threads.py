@@ -36,7 +36,7 @@ def leave(rank: int, size: int, backend: str) -> list[list[str]]:
     work = dist.all_reduce(torch.ones(2), async_op=True)
     work.get_future().wait()
     if rank == 0:
-        # From anybody, which starts threads that listen to all others.
+        # It receives from anybody, which starts threads that listen to all others.
         dist.recv(torch.empty(1))
     elif rank == 1:
         dist.send(torch.ones(1), 0)
@@ -63,7 +63,7 @@ def test_no_thread_is_left_after_shutdown(backend: str) -> None:
         needs_shm()
     root = str(Path(__file__).parents[1])
     assert launch([sys.executable, "-c", _LEAVE, root, backend], nproc=2) == 0
-    # Nor in the process that started the ranks.
+    # No thread is left in the process that started the ranks either.
     assert [name for name in _ours() if name.startswith("paceline-rank")] == []
 
 
@@ -93,7 +93,7 @@ atexit.register(lambda: print(time.monotonic() - ended[0] < threads._REST_S))
 from paceline import threads
 import torch.distributed as dist
 threads._REST_S = 60.0
-# Without one of ours the end would not look at the others at all.
+# If no thread of ours had ever run, the end would not look at the others at all.
 threads.start(int, name="short", stop=int, within_s=60).join()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ended.append(time.monotonic())

@@ -98,7 +98,7 @@ def verdict(ratio: Ratio | None, goal: float | None) -> str:
     """Against the least a ratio may be."""
     if ratio is None or goal is None:
         return ""
-    # As precise as it is printed.
+    # The judgement is as precise as what is printed.
     low, high = round(ratio.low, 3), round(ratio.high, 3)
     if low >= goal:
         return "met"

@@ -101,7 +101,7 @@ def shared(rank: int, nbytes: int) -> mmap.mmap:
     names: list[object] = [None]
     fd = -1
     if rank == 0:
-        # Not named like a transport's segment: tests look for stale ones of those.
+        # It is not named like a segment of the transport, because tests look for stale ones of those.
         fd, names[0] = tempfile.mkstemp(prefix="bench-limit-", dir=FOLDER)
         os.posix_fallocate(fd, 0, nbytes)
     dist.broadcast_object_list(names, 0)

@@ -1,4 +1,7 @@
-"""How calls are timed: see [Note: one turn]. No torch here: MPI's processes time theirs the same way."""
+"""How calls are timed: see [Note: one turn].
+
+Nothing of torch is used here, because MPI's processes time their calls in the same way.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ def timed(call: Callable[[], object], prepare: Callable[[], object], calls: int)
 
 
 class Gate:
-    """Lets all ranks pass at the same moment, within a microsecond: a barrier over a process group takes longer than
-    what is measured. Each rank counts up a word of its own in memory that all have mapped."""
+    """Lets all ranks pass within a microsecond of each other. (A barrier over a process group takes longer than what is
+    measured.) Each rank counts up a word of its own in memory that all have mapped."""
 
     def __init__(self, memory: mmap.mmap, rank: int, world_size: int) -> None:
-        # A cache line each.
+        # Each word has a cache line of its own.
         self._words = memoryview(memory)[: world_size * 64].cast("Q")
         self._mine = rank * 8
         self._theirs = [other * 8 for other in range(world_size) if other != rank]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.compiler._compare import compare, stack
 
-# Of gradients in float32.
+# This is for gradients in float32.
 _TOLERANCE = 1e-4
 # transformers asks torch.jit what it would do.
 BERT_WARNINGS = ((".*", DeprecationWarning), (".*", FutureWarning))

@@ -22,13 +22,13 @@ def compile_and_count(rank: int, salt: float, cap_bytes: int) -> dict[str, list[
     """Hits, misses and bypasses of each cache in one compiled step of this rank's own."""
     torch._dynamo.reset()
     counters.clear()
-    # Not the first wrapper of this process, and on each rank another one.
+    # The wrapper is not the first one of this process, and its number differs between ranks.
     others = [DDP(stack(1), init_sync=False) for _ in range(rank + 1)]
     ddp = DDP(Salted(salt), bucket_cap_mb=cap_bytes / 2**20, init_sync=False)
-    # Buckets even where one rank is alone.
+    # The hook makes buckets even where one rank is alone.
     ddp.register_comm_hook(None, allreduce)
     with ddp.no_sync():
-        # Without a C++ compiler, since kernels are not what is cached here.
+        # This does without a C++ compiler, since kernels are not what is cached here.
         plain_step(torch.compile(ddp, fullgraph=True, options={"fallback_by_default": True}), rank, 0)
     others.clear()
     kinds = ("hit", "miss", "bypass")
@@ -80,7 +80,7 @@ def test_caches_hit_on_the_next_run_with_another_world_size(ranks):
 
 
 def main() -> None:
-    # As the ranks of the pool have: kernels, and their keys, are others for more.
+    # Ranks of the pool have one thread, too. With more threads, kernels and their keys would be others.
     torch.set_num_threads(1)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

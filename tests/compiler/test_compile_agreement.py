@@ -7,6 +7,7 @@ ranks that compile differently often, without the agreement.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import logging
@@ -204,7 +205,7 @@ def test_a_rank_that_compiles_longer_than_the_timeout_kills_nobody(rank, size, s
             _compile_slowly()
         return gm.forward
 
-    # Nor does a hang watch that makes errors of waits.
+    # A hang watch that makes errors of waits does not end it either.
     with mock.patch.dict(os.environ, {"PACELINE_HANG_WATCH": "enforce"}), agreement(True):
         if rank == 1:
             _lose_patience()
@@ -286,21 +287,40 @@ def test_graphs_that_differ_are_reported_with_the_first_node(rank, size):
         different(torch.ones(4))
 
 
+# The second one is an operator of ours in the graph, and not of torch's.
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
 @on_ranks()
-def test_collectives_that_differ_are_an_error_before_they_run(rank, size):
+def test_collectives_that_differ_are_an_error_before_they_run(rank, size, name):
+    collective = functools.partial(dist.broadcast, src=0) if name == "broadcast" else dist.all_reduce
+
     @eager
     def f(x):
         x = x * 2
         if rank == 0:
-            dist.all_reduce(x)
+            collective(x)
         return x + 1
 
     fresh()
     with (
-        pytest.raises(errors.DisagreementError, match=r"(?s)first.*all_reduce.*would wait for ever"),
+        pytest.raises(errors.DisagreementError, match=r"(?s)the first.*Their collectives differ"),
         agreement(True),
     ):
         f(torch.ones(4))
+
+
+@on_ranks()
+def test_ranks_may_send_where_others_receive(rank, size):
+    @eager
+    def f(x):
+        if rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        return x + 1
+
+    fresh()
+    with agreement(True):
+        assert torch.equal(f(torch.full((4,), rank + 1.0)), torch.full((4,), 2.0))
 
 
 # -- as an option --------------------------------------------------------------------------------------
@@ -357,7 +377,7 @@ def test_backward_is_compiled_with_forward_and_gradients_are_those_of_eager_mode
     compiled = torch.compile(ddp, backend=aot_autograd(fw_compiler=note("forward"), bw_compiler=note("backward")))
     with agreement(True):
         out = compiled(batch(rank))
-        # Not when it first runs: then others might be waiting for it in a collective.
+        # The backward is not compiled when it first runs, because others might then wait for it in a collective.
         assert compiled_parts == ["forward", "backward"]
     out.square().sum().backward()
     eager(batch(rank)).square().sum().backward()

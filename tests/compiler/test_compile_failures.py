@@ -85,7 +85,7 @@ def test_a_rank_that_stays_away_is_named(rank, size):
     with agreement(True) as found:
         f(torch.ones(4))
         if rank == 0:
-            # Not before: compiling may take any time.
+            # This is not set before, because compiling may take any time.
             found._exchange.timeout_s = 1.0
             # Compiled code runs here, where an exception would end the process: it comes out all the same.
             with pytest.raises(errors.RankLostError, match=r"waited 1 s .* for rank 1, which is not compiling"):

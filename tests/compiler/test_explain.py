@@ -76,13 +76,12 @@ def test_breaks_with_their_reasons_and_places(rank, size):
 
 @on_ranks()
 def test_the_plan_and_the_placement_are_logged_once(rank, size):
-    """The plan and the placement, in one table, once."""
     torch._dynamo.reset()
     with messages(logging.INFO) as told:
         ddp = DDP(stack(), bucket_cap_mb=600 / 2**20)
         compiled = torch.compile(ddp, backend="aot_eager", dynamic=False)
         for n in range(6):
-            # Compiled a second time, for another shape: not a reason to say it again.
+            # It is compiled a second time, for another shape. That is no reason to log the table again.
             compiled(batch(rank, n, 3 + n // 4, 8)).sum().backward()
     (table,) = told
     lines = table.splitlines()

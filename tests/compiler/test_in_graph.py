@@ -33,17 +33,17 @@ def test_one_graph_and_the_same_gradients_for_any_bucket_size(rank, size, backen
     assert seen.graphs == 1
     # With one bucket there is nothing to report early.
     assert seen.taps == (0 if seen.buckets == 1 else 4)
-    # All but the last, which carries the status and leaves when backward is over.
+    # These are all buckets but the last, which carries the status and leaves when backward is over.
     assert seen.early == [n - 1 for n in seen.rounds]
     assert seen.rounds[-1] == seen.buckets
     assert (seen.buckets == 1) == (cap_bytes == 2**20)
-    # What the graph goes on with is known again, and costs nothing.
+    # Autograd brought the stand-ins, and nothing with them.
     assert seen.more == 0
 
 
 @on_ranks()
 def test_backends_get_graphs_of_the_kind_that_dynamo_makes(rank, size):
-    # Such a graph writes its code when it runs, which saves it after each pass of a compiler.
+    # A graph of that kind writes its code when it first runs, and not after each pass of a compiler.
     kinds = []
 
     def backend(gm, example_inputs):
@@ -61,7 +61,7 @@ def test_backends_get_graphs_of_the_kind_that_dynamo_makes(rank, size):
 def test_a_tap_is_a_part_of_the_whole_and_has_a_limit(rank, size):
     ddp = DDP(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(64))), bucket_cap_mb=0.02)
     assert len(tap.group(ddp._reducer, ddp.parameters())) == 32
-    # With a limit of the bytes of one layer.
+    # The limit is now the bytes of one layer.
     with mock.patch.object(tap, "MAX_TAP_BYTES", 4 * 32 * 32):
         assert len(tap.group(ddp._reducer, ddp.parameters())) == 64
 
@@ -100,7 +100,7 @@ def test_buffers_are_broadcast_before_the_graph_runs(rank, size, backend):
     seen = compare(rank, Normed, compile=whole(backend))
     torch._dynamo.reset()
     ddp = DDP(Normed())
-    # Each rank's own numbers, until a forward broadcasts those of rank 0.
+    # Each rank has its own numbers, until a forward broadcasts those of rank 0.
     ddp.module.norm.running_mean.fill_(float(rank + 1))
     compiled = whole(backend)(ddp)
     compiled.eval()
@@ -123,7 +123,7 @@ class Unused(nn.Module):
         x = self.first(x)
         if self.use_spare:
             x = self.spare(x)
-        # In the graph, yet without a gradient.
+        # The parameter is in the graph, yet it has no gradient.
         return self.last(x) + 0 * self.spare.weight.sum().detach()
 
 
@@ -175,15 +175,14 @@ def test_several_forwards_before_a_backward(rank, size, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @on_ranks()
 def test_gradients_that_come_from_outside_of_the_graph_as_well(rank, size, backend):
-    # Two parameters in four steps.
     def step(model, rank, n):
         inner = _unwrapped(model).module
-        # Gradients that come from elsewhere, in the same backward.
+        # Two parameters get gradients from elsewhere in the same backward.
         (model(batch(rank, n)).square().sum() + inner[0].weight.pow(3).sum() + inner[6].bias.sum()).backward()
 
     seen = compare(rank, stack, compile=whole(backend), step=step, steps=4)
     assert seen.graphs == 1
-    assert seen.more == 8
+    assert seen.more == 8  # two parameters in four steps
 
 
 def _some_rank_uses_nothing(model, rank, n):
@@ -287,7 +286,7 @@ def test_autograd_grad_stays_local(rank, size):
     ddp = DDP(stack())
     compiled = whole("aot_eager")(ddp)
     params = list(ddp.parameters())
-    # Of this rank's own: no other rank takes part.
+    # These are this rank's own gradients: no other rank takes part.
     if rank == 0:
         grads = torch.autograd.grad(compiled(batch(rank)).square().sum(), params)
         want = torch.autograd.grad(ddp.module(batch(rank)).square().sum(), params)
@@ -325,7 +324,7 @@ def test_activation_checkpointing_in_the_graph(rank, size, backend):
 @on_ranks()
 def test_mixed_precision(rank, size, backend):
     config = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    # Computed in float32, which inductor rounds differently.
+    # It is computed in float32, which inductor rounds differently.
     tolerance = 1e-5 if backend == "inductor" else RTOL
     seen = compare(rank, stack, compile=whole(backend), mixed_precision=config, rtol=tolerance, atol=tolerance)
     assert seen.graphs == 1
@@ -345,7 +344,7 @@ def test_dynamic_shapes(rank, size, dynamic, graphs):
 
 @on_ranks()
 def test_wrappers_that_look_alike_are_not_mixed_up(rank, size):
-    """Alike to Dynamo, which looks at shapes only."""
+    """They are alike to Dynamo, which looks at shapes only."""
     compare(rank, stack, compile=whole("aot_eager"))
     a, b = DDP(stack()), DDP(copy.deepcopy(stack()))
     both = [whole("aot_eager")(a), whole("aot_eager")(b)]

@@ -51,7 +51,7 @@ class Convolutional(nn.Module):
     def __init__(self, memory_format: torch.memory_format) -> None:
         super().__init__()
         torch.manual_seed(5)
-        # Without a bias: the norm would take it out again, and leave nothing but rounding for its gradient.
+        # There is no bias: the norm would take it out again, and leave nothing but rounding for its gradient.
         self.first, self.norm, self.last = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
         self.double().to(memory_format=memory_format)
 

@@ -51,7 +51,7 @@ def _step(model, rank, n, kind):
     z = batch(rank, n).requires_grad_()
     main, stray = KINDS[kind][1](model(batch(rank, n), z))
     if rank == 0:
-        # Of this rank's own.
+        # This gradient is this rank's own.
         torch.autograd.grad(stray.sum(), z, retain_graph=True)
     used = stray if rank == 0 and n != 1 else main
     used.square().sum().backward()

@@ -52,7 +52,7 @@ SEEDS = {
         "test_if_one_rank_must_recompile_all_do": "guard_collective",
     },
 }
-# Not in this table: fully sharded modules (`test_fsdp_*`, `test_hf_bert_fsdp*`), what is tests/tracing's subject
+# This table leaves out fully sharded modules (`test_fsdp_*`, `test_hf_bert_fsdp*`), what is tests/tracing's subject
 # (`test_get_pg_attr`, `test_async_subclass_no_specialize`), the other `test_compiler_collectives_*`
 # (test_compile_agreement.py), and what needs a GPU (`test_ddp_optimizer_cudagraph`, `test_multiproc_autotune*`).
 

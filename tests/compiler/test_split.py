@@ -276,7 +276,7 @@ def test_explain_shows_each_cut_with_its_reason(rank, size):
     assert (found.graph_count, found.graph_break_count) == (4, 3)
     assert [reason.reason for reason in found.break_reasons] == [str(cut) for cut in optimizer.cuts]
     assert "a bucket of" in str(found)
-    # And without splitting, a wrapper is one graph.
+    # Without splitting, a wrapper is one graph.
     found = torch._dynamo.explain(DDP(stack_of()))(rows())
     assert (found.graph_count, found.graph_break_count, found.break_reasons) == (1, 0, [])
 

@@ -51,7 +51,7 @@ def _gradients(rank, backend, kind):
 @on_ranks()
 def test_gradients_are_those_of_eager_training(rank, size, backend, kind):
     parts, seen = _gradients(rank, backend, kind)
-    # As many as there are buckets, or twice if the plan was made anew. A checkpoint of two layers is not cut.
+    # There are as many as buckets, or twice as many if the plan was made anew. A checkpoint of two layers is not cut.
     assert parts >= (2 if kind is Selective else seen.buckets) > 1
 
 
@@ -154,7 +154,7 @@ def test_parts_are_the_buckets_of_the_plan(rank, size, options):
     assert found == expected
     record = records_of(ddp._reducer)[-1]
     assert len(record.cuts) == len(ddp.plan.buckets) - 1
-    # By their names in the module, those that leave first at the end.
+    # Records give parameters by their names in the module. Those that leave first stand at the end.
     last = ", ".join(ddp.plan.names(ddp.plan.buckets[0].params)[:3])
     assert last in record.cuts[-1]
 

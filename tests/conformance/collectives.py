@@ -24,7 +24,7 @@ from .ranks import Outcome
 from .selection import SUITE, Selected, ranks_needed, read_suite, select_tests
 
 PAGE = Path("docs/transport-conformance.md")
-# As torch's own runner has it: odd numbers of ranks find what even ones do not.
+# Torch's own runner has three as well: odd numbers of ranks find what even ones do not.
 RANKS = 3
 # What the suite calls a world that is not small: its tests of subgroups want that.
 MANY_RANKS = 8
@@ -91,9 +91,9 @@ def _become_shm(suite: ModuleType) -> None:
     if reason is not None:
         # It would fall back to gloo, and the second column would be the first.
         raise SystemExit(f"no shared-memory transport here: {reason}")
-    # Not added to PROFILING_SUPPORTED_BACKENDS: for those the suite wants each event to end on another thread than
-    # it began on, and a synchronous call here runs where it is made. Names and shapes of the events are checked by
-    # tests/transport/cases/profiled.py, for gloo and shm alike.
+    # It is not added to PROFILING_SUPPORTED_BACKENDS. For those the suite wants each event to end on another thread
+    # than it began on, and a synchronous call here runs where it is made. Names and shapes of the events are checked
+    # by tests/transport/cases/profiled.py, for gloo and shm alike.
     suite.BACKEND = "shm"
 
 

@@ -100,7 +100,7 @@ def train(rank: int, world_size: int, script: Script) -> Heard | None:
             dist.barrier()
             began = time.monotonic()
             if step == script.step and script.action in CAUSES:
-                # Not before: on a busy machine a first step takes longer than that.
+                # This is not set before, because on a busy machine a first step takes longer than that.
                 ddp.channel.hang = HangWatch("enforce", WATCH_S)
             fault.strike("loader", step)
             ddp(torch.ones(3, 4)).sum().backward()

@@ -103,7 +103,7 @@ def test_a_rank_that_is_late_is_named_to_all_and_learns_it_too(rank: int, size: 
         line._board.store.wait(["agree/graph/0/verdict"])
     decides, other = (present for present in range(size) if present != missing)
     if rank == decides:
-        # Only this rank gives up, and not before the other one is there: nobody else may be named.
+        # Only this rank gives up, and not before the other one is there, so that nobody else is named.
         line._board.store.wait([f"agree/graph/0/{other}"])
     found = line.agree("graph", rank, timeout_s=0.3 if rank == decides else 60)
     assert found.values == tuple(None if other == missing else other for other in range(size))

@@ -30,7 +30,7 @@ def _sign(board: Board, rank: int, pid: int, *, host: str = "") -> None:
 
 def test_a_process_is_followed_to_its_end(process: subprocess.Popen[bytes]) -> None:
     board = _board()
-    # In its group it is rank 1, among all ranks 7.
+    # The process is rank 1 of its group, and rank 7 among all.
     census = Census(board, ranks=[5, 7])
     inquiries = Inquiries(board, Progress(None, rank=0, size=2, wrapper=1), census, rank=0, size=2, directory=None)
     assert census.state(1) == ""

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def test_a_digest_is_of_all_bytes_and_where_they_stand(dtype: torch.dtype, numel: int) -> None:
     torch.manual_seed(0)
     whole = (torch.randn(numel + 1) * 100).to(dtype)
-    # At an odd offset of its storage, and as a tensor of its own.
+    # The tensor is compared at an odd offset of its storage, and as one with memory of its own.
     tensor = whole[1:]
     assert digest(tensor) == digest(tensor.clone())
     for at in {0, numel // 2, numel - 1} if numel else ():

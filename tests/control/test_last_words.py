@@ -184,7 +184,7 @@ def test_what_the_user_has_seen_of_the_causes_stays(monkeypatch: pytest.MonkeyPa
         try:
             raise KeyError("the user's own")
         except KeyError:
-            # As in our own code: an error of a backend, which no frame of the user's has seen.
+            # Our own code raises like this for an error of a backend, which no frame of the user's has seen.
             error = StateError("ours")
             error.__context__ = error.__cause__ = RuntimeError("a backend's")
             error.__cause__.__context__ = sys.exception()

@@ -32,7 +32,7 @@ def _until_told() -> None:
 
 def _skip_a_step(rank: int, size: int, mode: str) -> str:
     """Rank 1 leaves out a backward. Nobody notices until it has one fewer in the end."""
-    # At the time-out, the watch has had no reason to look: it would do so after half a minute.
+    # At the time-out the watch has not looked yet, because it looks after half a minute.
     answer_s = hang.ANSWER_S if mode == "off" else 20.0
     with mock.patch.object(hang, "_settings", HangWatch(mode)), mock.patch.object(hang, "ANSWER_S", answer_s):
         ddp = DDP(nn.Linear(4, 2))

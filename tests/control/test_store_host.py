@@ -52,7 +52,7 @@ def _join(rank: int, size: int, directory: str, *, timeout_s: float = 600) -> tu
 
 def _wait_for_end(directory: str, size: int) -> None:
     """On rank 0, which may be stopped or killed meanwhile: wait until all others have seen what came of it."""
-    # Not in the file, which it would keep locked.
+    # This waits for a pipe and not for the store's file, which it would keep locked.
     pipe = os.open(f"{directory}/pipe", os.O_RDWR)
     for _ in range(size - 1):
         os.read(pipe, 1)
@@ -108,8 +108,8 @@ def _stopped(rank: int, size: int, directory: str, where: str) -> dict[str, Any]
     if rank == 0:
         _wait_for_end(directory, size)
         return {}
-    # Not before: on a busy machine the start may take longer than that. And not on rank 0, which may be stopped at the
-    # very end of its second step: then more than this has passed when it goes on.
+    # This is not set before, because on a busy machine the start may take longer than that. It is not set on rank 0
+    # either, which may be stopped at the very end of its second step: more than this has passed when it goes on.
     line.timeout_s = GROUP_TIMEOUT_S
     _strike(beside, rank, size, host, signal.SIGSTOP)
     start = time.monotonic()

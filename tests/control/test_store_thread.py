@@ -93,7 +93,7 @@ def test_a_silent_store_is_an_error_now_and_at_once_until_it_answers() -> None:
     assert asked == []
     answers.set()
     assert asking._overdue.result(30) is True
-    # Not the late answer.
+    # The next call does not get the late answer.
     assert asking.run(lambda: "next") == "next"
 
 

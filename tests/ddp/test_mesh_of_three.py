@@ -180,7 +180,7 @@ def _flattened(rank, world_size):
     parts = copy.deepcopy(whole)
     parallelize_module(parts, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     ddp = paceline.DDP(parts, device_mesh=both)
-    # To these None is all ranks of the job, of which the wrapper has half.
+    # To these hooks None means all ranks of the job, and the wrapper has only half of them.
     theirs = (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     for state, hook in ((paceline.hooks.PowerSGDState(), paceline.hooks.powersgd), theirs):
         with pytest.raises(StateError, match=r"all 8 ranks.*a group of 4.*process_group=ddp\.process_group"):

@@ -75,7 +75,7 @@ def test_update_to_a_group_of_one(rank, world_size):
 @ours_only
 @on_ranks()
 def test_no_new_group_for_a_hook_of_all_ranks(rank, world_size):
-    """Its state says all ranks of the job, which the new group is not: refused, and nothing has changed."""
+    """The hook's state means all ranks of the job, which the new group is not. It is refused, and nothing changes."""
     ddp = DDP(mlp().double())
     ddp.register_comm_hook(hooks.PowerSGDState(), hooks.powersgd)
     before = ddp.process_group
@@ -115,7 +115,7 @@ def test_disjoint_subgroups(rank, world_size):
 @ours_only
 @on_ranks(world_size=3)
 def test_a_new_group_before_the_first_exchange_without_init_sync(rank, world_size):
-    """Two ranks have trained in a group of their own and compared there, the third has not: now they meet."""
+    """Two ranks have trained, and compared replicas, in a group of their own. Now the third one joins them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     whole = dist.new_group([0, 1, 2])
     ddp = DDP(nn.Linear(4, 2), process_group=groups[rank // 2], init_sync=False)
@@ -298,7 +298,7 @@ def test_a_new_group_at_every_step(rank, world_size):
 
 
 def _poisoned(numel, dtype, device):
-    """Memory with something in it, as memory has."""
+    """Memory that still holds other numbers, as new memory may."""
     return torch.full((numel,), 7.0, dtype=dtype, device=device)
 
 

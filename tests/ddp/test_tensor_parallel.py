@@ -76,7 +76,7 @@ def _parallel(model: Net, tp: DeviceMesh) -> Net:
 
 
 def _models(tp: DeviceMesh, **options: object) -> tuple[Net, Net]:
-    """The same one twice: in parts, and whole."""
+    """The same model twice: in parts, and whole."""
     torch.manual_seed(3)
     whole = Net(**options)
     return _parallel(copy.deepcopy(whole), tp), whole
@@ -153,7 +153,7 @@ def test_weights_are_those_of_one_process(ranks):
 
 
 def _uneven(rank, world_size):
-    """Parts on either side of the size up to which gradients wait for each other, and norms to be summed in between."""
+    """Some parts are small enough to wait for each other, others are not, and norms between them have to be summed."""
     dp, tp = _meshes()
     torch.manual_seed(3)
     width = 2 * TINY_NUMEL // 4 + 1
@@ -262,7 +262,7 @@ def test_weights_are_those_of_torch_s_class(rank, world_size):
 
 @pytest.mark.full
 @on_ranks(world_size=4)
-def test_hooks_start_weights_and_freezing(rank, world_size):
+def test_hooks_start_and_weights(rank, world_size):
     dp, tp = _meshes()
     seen = []
 
@@ -306,7 +306,11 @@ def test_hooks_start_weights_and_freezing(rank, world_size):
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=RTOL, atol=ATOL)
 
-    # A layer is frozen and unfrozen, and somebody keeps a gradient.
+
+@pytest.mark.full
+@on_ranks(world_size=4)
+def test_a_layer_is_frozen_for_a_step_and_a_gradient_is_kept(rank, world_size):
+    dp, tp = _meshes()
     parts, whole = _models(tp)
     ddp = paceline.DDP(parts, device_mesh=dp)
     for step in range(3):
@@ -337,7 +341,7 @@ def test_gradients_are_differentiated_again(rank, world_size):
     sum((whole(_input(n, 0)).pow(2).mean() / 2) for n in range(2)).backward(create_graph=True)
     once = []
     for model in (parts, whole):
-        # Autograd leaves the norm's to be summed over the mesh.
+        # The norm's gradient still has to be summed over the mesh: autograd leaves that to us.
         grads = [model.up.weight.grad, model.table.grad, model.norm.weight.grad]
         model.zero_grad()
         once.append(sum(full(grad).pow(2).sum() for grad in grads))
@@ -386,7 +390,7 @@ def test_uneven_inputs(rank, world_size):
 
 @on_ranks(world_size=4)
 def test_a_buffer_in_parts(rank, world_size):
-    """It is overwritten, and replaced where an earlier forward may need it."""
+    """A buffer is overwritten, or replaced where an earlier forward may still need it."""
     dp, tp = _meshes()
     parts, _ = _models(tp)
     parts.scale = nn.Buffer(distribute_tensor(torch.ones(4), tp, [Shard(0)]))
@@ -412,19 +416,19 @@ def test_what_cannot_be_averaged_is_refused(rank, world_size):
     partial.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), tp, [Partial()]))
     with pytest.raises(StateError, match=r"weight.*partial placement.*Redistribute"):
         paceline.DDP(partial, device_mesh=dp)
-    # Local tensors of one shape that are parts of different wholes.
+    # These local tensors have one shape, but are parts of different wholes.
     linear = nn.Linear(4, 4)
     whole = (torch.ones(4, 4), [Shard(0)]) if dp.get_local_rank() else (torch.ones(2, 4), [Replicate()])
     linear.weight = nn.Parameter(distribute_tensor(whole[0], tp, whole[1]))
     with pytest.raises(ParameterMismatchError, match=r"placement of parameter 'weight' is .* of \(2, 4\)' on rank 0"):
         paceline.DDP(linear, device_mesh=dp)
-    # Parts of different replicas, but not the same part.
+    # These ranks hold different replicas, and also different parts.
     groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     sharded = nn.Linear(4, 4)
     sharded.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), tp, [Shard(0)]))
     with pytest.raises(ParameterMismatchError, match=r"'weight' is .*part [01]' on rank \d and .*part [01]'"):
         paceline.DDP(sharded, process_group=groups[rank in (1, 2)])
-    # The same for buffers, of which rank 0's part would overwrite the others; but not where nobody sends them.
+    # The same holds for buffers, because rank 0's part would overwrite the others. It does not where nobody sends them.
     buffered = nn.Linear(4, 2)
     buffered.scale = nn.Buffer(distribute_tensor(torch.ones(4), tp, [Shard(0)]))
     with pytest.raises(StateError, match=rf"Buffer 'scale'.*together with rank {rank ^ 1} of"):

@@ -103,7 +103,7 @@ def _frozen_as_a_whole(rank: int, size: int, alone: bool) -> None:
         weight = discriminator.module.weight.detach()
         assert torch.equal(generator.module.weight.grad, 1.5 * weight.T.expand(3, 3))
         if alone and rank == 0:
-            # An adversarial example, which is this rank's own affair.
+            # The rank makes an adversarial example, which is its own affair.
             x = inputs_of(rank).requires_grad_(True)
             discriminator(x).sum().backward()
             assert torch.equal(x.grad, weight)
@@ -200,7 +200,7 @@ def _shared_and_frozen(rank: int, size: int) -> None:
             ddp(inputs_of(rank)).sum().backward()
         assert_grad(layer, 1.75)
         if rank == 1:
-            # A micro-batch more, on one rank only.
+            # This rank alone has one micro-batch more.
             with ddp.no_sync():
                 ddp(inputs_of(rank)).sum().backward()
         ddp.zero_grad()

@@ -100,7 +100,7 @@ def test_an_allocator_of_ones_own_is_used() -> None:
 DENSE = {
     "contiguous": torch.randn(4, 3, 2, 2),
     "channels_last": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
-    # Of size 1 it is contiguous in either format, but the strides differ.
+    # With images of size 1 it is contiguous in either format, but the strides differ.
     "channels_last of size 1": torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last),
     "transposed": torch.randn(2, 3).t(),
     "scalar": torch.randn(()),
@@ -119,7 +119,7 @@ def test_a_view_has_the_strides_of_its_parameter(tensor: Tensor) -> None:
     bucket = _bucket([_param(5), param])
     view = _views(bucket)[1]
     assert view.stride() == param.stride()
-    # Whatever strides the gradient has.
+    # This holds whatever strides the gradient has.
     for grad in (torch.randn_like(param), torch.randn(param.shape)):
         bucket.slots[1].forget()
         _absorb(bucket.slots[1], grad.clone())
@@ -161,22 +161,6 @@ def test_a_sparse_bucket_has_no_storage() -> None:
 
 def test_what_overlaps_is_not_dense() -> None:
     assert not is_dense(torch.empty(6).as_strided((3, 2), (1, 1)))
-
-
-@pytest.mark.parametrize("part", [0, 1])
-@on_ranks()
-def test_buckets_follow_a_cast_of_a_part_of_the_module(rank: int, size: int, part: int) -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    ddp = paceline.DistributedDataParallel(module)
-    module[0].register_forward_hook(lambda layer, args, output: output.to(module[1].weight.dtype))
-    for step in range(3):
-        if step == 1:
-            ddp.zero_grad()
-            module[part].double()
-        ddp(torch.ones(1, 2, dtype=module[0].weight.dtype)).sum().backward()
-    for number, layer in enumerate(module):
-        wanted = torch.float64 if number == part else torch.float32
-        assert [(param.dtype, param.grad.dtype) for param in layer.parameters()] == [(wanted, wanted)] * 2
 
 
 def test_a_bucket_is_described_by_its_first_parameters() -> None:
@@ -337,7 +321,7 @@ def test_every_gradient_is_scaled_once_whichever_way_it_came(deferred: set[int],
     used = [1.0] * 4
     for position, slot in enumerate(bucket.slots):
         slot.param.grad = torch.full_like(slot.param, 2.0 * (position + 1))
-    # As in a step: some come in batches, and others are left to the end.
+    # It goes as in a step: some gradients come in batches, and others are left to the end.
     absorb(bucket.slots[:2], used, scale=scale)
     bucket.complete(scale, used)
     expected = [2.0] * 2 + [4.0] + [6.0] * 3 + [8.0] * 2

@@ -49,7 +49,7 @@ def _members(plan: object) -> list[tuple[int, ...]]:
         pytest.param((1, 1, 1, 1, 1), (8, 8), [(4, 3), (2, 1), (0,)], id="two fill from the back"),
         pytest.param((1,) * 6, (4, 8, 12), [(5,), (4, 3), (2, 1, 0)], id="a list is used in turn"),
         pytest.param((1,) * 5, (4, 8), [(4,), (3, 2), (1, 0)], id="the last repeats"),
-        # Of 1, 2 and 32 MiB, with capacities of 1 and 8.75.
+        # The parameters have 1, 2 and 32 MiB, and the capacities are 1 and 8.75.
         pytest.param((8 * MB, MB // 2, MB // 4), None, [(2,), (1, 0)], id="a large one joins a bucket just begun"),
         pytest.param((8 * MB, MB, MB // 4), None, [(2,), (1,), (0,)], id="but does not wait for one half full"),
         pytest.param((8 * MB, 10, MB // 4), None, [(2,), (1, 0)], id="and joins one that is nearly empty"),

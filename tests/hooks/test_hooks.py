@@ -192,7 +192,7 @@ def test_hooks_that_take_a_group_get_the_wrapper_s(rank, world_size):
         ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(mine))
         ddp(torch.ones(1, 2)).sum().backward()
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        # To it, None means all ranks; but it is not to use another group than the wrapper does.
+        # To torch's hook None means all ranks. But it is not to use another group than the wrapper does.
         seen.append(ddp._reducer.exchange._state)
     assert seen == [None, None, None, another]
 

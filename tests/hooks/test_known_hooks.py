@@ -78,7 +78,7 @@ OUR_HOOKS = {
     "ours bf16": (lambda: (dist.group.WORLD, hooks.bf16_compress), 2e-2),
     "ours partial": (lambda: (None, functools.partial(hooks.bf16_compress)), 2e-2),
     "ours fp16(allreduce)": (lambda: (None, hooks.fp16(hooks.allreduce)), 2e-3),
-    # Of full rank, PowerSGD delivers everything.
+    # At full rank, PowerSGD delivers everything.
     "ours powersgd": (
         lambda: (hooks.PowerSGDState(rank=999, start_iter=0, min_compression_rate=0.1), hooks.powersgd),
         1e-5,

@@ -78,7 +78,7 @@ class Backward(_Shown):
     again: bool = False
     no_sync: NoSync = ""
     checkpoint: Checkpoint = ""
-    # By rank: the layers in use (None: all), how many backwards, the weight (None: without `weighted`).
+    # For each rank: the layers in use (None: all), how many backwards, the weight (None: without `weighted`).
     use: tuple[tuple[int, ...] | None, ...] = (None, None)
     repeat: tuple[int, ...] = (1, 1)
     weight: tuple[float | None, ...] = (None, None)

@@ -201,11 +201,11 @@ class _Reference(Replica):
         super().__init__(program, rank, values_of=0)
         self._meeting = meeting
         self._forwarded: list[_Bare] = []
-        # By order of use: of several wrappers of one parameter, the one used last reduces it.
+        # They are in the order of use: of several wrappers of one parameter, the one used last reduces it.
         self._in_use: list[_Bare] = []
-        # In the order of registration, which is the order in which they are called.
+        # They are in the order of registration, which is the order in which they are called.
         self._post_hooks: list[tuple[Tensor, nets.PostHook]] = []
-        # By identity; the tensor is kept, so that no other one gets its identity.
+        # The key is the tensor's identity. The tensor is kept, so that no other one gets its identity.
         self._used: dict[int, Tensor] = {}
 
     def wrap(self, module: nn.Module) -> _Bare:

@@ -329,61 +329,6 @@ def test_no_sync_nests_and_ends_on_an_exception(rank, world_size):
     assert ddp.require_backward_grad_sync
 
 
-# -- odd parameters ------------------------------------------------------------------------------------------
-
-
-class _Odd(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scalar = nn.Parameter(torch.randn(()))
-        self.empty = nn.Parameter(torch.randn(0, 3))
-        self.transposed = nn.Parameter(torch.randn(2, 4).t())
-        self.single = nn.Parameter(torch.randn(2, 2, dtype=torch.float32))
-        self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex128))
-        self.plain = nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.plain(x) * self.scalar + self.empty.sum()
-        y = (y * self.complex).abs() @ self.transposed
-        return y @ self.single.double()
-
-
-@pytest.mark.parametrize("flags", [*FLAGS[:2], FLAGS[6]], ids=_flag_id)
-@on_ranks()
-def test_scalar_empty_transposed_complex_and_mixed_dtype_parameters(rank, world_size, flags):
-    ddp = compare_with_reference(rank, world_size, _Odd, square, **flags)
-    square(ddp, rank, 9)
-    for name, p in ddp.module.named_parameters():
-        assert p.grad.stride() == p.stride(), name
-        assert p.grad.dtype == p.dtype, name
-        assert p.grad.shape == p.shape, name
-
-
-@pytest.mark.parametrize("flags", [*FLAGS[:3], FLAGS[6]], ids=_flag_id)
-@on_ranks()
-def test_channels_last_gradients_keep_their_strides(rank, world_size, flags):
-    def step(model, r, i):
-        x = batch(r, i, 2, 3, 5, 5).to(memory_format=torch.channels_last)
-        model(x).square().mean().backward()
-
-    def make():
-        return _convolutions().to(memory_format=torch.channels_last)
-
-    ddp = compare_with_reference(rank, world_size, make, step, **flags)
-    for _ in range(2):
-        step(ddp, rank, 5)
-        for name, p in ddp.module.named_parameters():
-            assert p.grad.stride() == p.stride(), name
-    assert ddp.module[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
-
-    # One that torch calls contiguous all the same, and nothing else that is not.
-    pointwise = nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last)
-    ddp = DDP(pointwise.double(), **flags)
-    for _ in range(2):
-        step(ddp, rank, 5)
-        assert pointwise.weight.grad.stride() == pointwise.weight.stride() == (3, 1, 3, 3)
-
-
 # -- buckets -------------------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ def test_create_graph_gives_right_higher_order_gradients(rank, world_size, optio
 
 
 class _OddStrides(nn.Module):
-    """A 1x1 convolution in channels_last, whose strides sums forget, and a parameter with holes, transposed."""
+    """A 1x1 convolution in channels_last, whose strides get lost in sums, and a transposed parameter with holes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ def test_create_graph_keeps_strides(rank, world_size):
     torch.manual_seed(7)
     reference = _OddStrides()
     torch.manual_seed(7)
-    # Not a copy: that would have no holes.
+    # The module is made anew, because a copy would have no holes.
     ddp = DDP(_OddStrides())
     ordinary = []
     weights = [1.0, 3.0]
-    # A rank that needs no graph lays its gradients out as one that does.
+    # A rank that needs no graph lays its gradients out in the same way as a rank that needs one.
     for i, (graphs, weighed) in enumerate([((), False), ((0, 1), False), ((1,), False), ((0, 1), True)]):
         ddp.zero_grad()
         with ddp.weighted(weights[rank]) if weighed else contextlib.nullcontext():

@@ -97,7 +97,7 @@ def test_globally_unused_gradients_are_untouched(rank, world_size, options):
             model.experts[2].weight.grad = mark.clone()
         ddp(batch(rank, i).float(), (0, 1)).sum().backward()
         if i == 1:
-            # Unused on every rank: not even averaged.
+            # It is unused on every rank, so that it is not even averaged.
             assert torch.equal(model.experts[2].weight.grad, mark)
         else:
             assert model.experts[2].weight.grad is None
@@ -122,7 +122,7 @@ def test_optimizer_leaves_unused_parameters_alone(rank, world_size):
 def _used_only_under_no_sync(model, r, i):
     with no_sync(model):
         model(batch(r, i), (2,)).square().sum().backward()
-    # Unused in the backward that synchronises: it still has to travel.
+    # It is unused in the backward that synchronises, and still has to travel.
     model(batch(r, 50 + i), (0,)).square().sum().backward()
 
 

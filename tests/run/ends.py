@@ -174,7 +174,7 @@ def program(case: Case) -> None:
             # It raises when the other has ended, and that ends this program.
             kept[-1](torch.ones(3, 8)).sum().backward() if "step" in case.work else dist.all_reduce(torch.ones(100))
     end, _ = ENDS[case.end]
-    # Not to end always at the same moment of what other threads do at intervals.
+    # Other threads do things at intervals. The end should fall on any moment of these, and not always on the same.
     time.sleep(case.delay_s)
     if case.work == "inside a step":
         next(iter(kept[-1].parameters())).register_hook(lambda gradient: end())

@@ -27,7 +27,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
     return calls
 
 
-def test_train_starts_two_ranks_of_the_example(launched: list[Any]) -> None:
+def test_train_starts_two_ranks_of_the_example(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The example is found beside the package, and not only in the current directory.
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["train"]) == 5
     assert launched == [([sys.executable, str(EXAMPLE)], {"nproc": 2})]
 

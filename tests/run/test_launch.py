@@ -215,7 +215,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def test_ranks_that_fail_of_themselves_are_all_told(script: Any, pipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # As when a peer's death is noticed: rank 0 reads the end of the pipe when rank 1 is gone, and fails too.
+    # This is like noticing the death of a peer: rank 0 reads the end of the pipe when rank 1 is gone, and fails too.
     body = f"""
 if RANK == 1:
     pipe = open({str(pipe)!r}, "w")

@@ -196,5 +196,5 @@ def test_fault_strikes_its_rank_step_and_phase_only(ranks, phase):
 
 
 def test_what_the_server_of_ranks_imports_is_there():
-    # The server itself would not say so if it were not: each rank would import all of it again.
+    # If the module were missing, the server would not say so, and each rank would import everything again.
     assert importlib.util.find_spec(PRELOADED) is not None

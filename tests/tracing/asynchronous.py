@@ -1,4 +1,4 @@
-"""Point 4: collectives with ``async_op=True``, and their handles."""
+"""Collectives with ``async_op=True``, and their handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Point 4, second half: collectives that are differentiated."""
+"""Collectives that are differentiated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Point 4: collectives in place, as people write them."""
+"""Collectives in place, as people write them."""
 
 from __future__ import annotations
 

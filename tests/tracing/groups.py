@@ -1,4 +1,4 @@
-"""Point 1: process groups."""
+"""Process groups."""
 
 from __future__ import annotations
 

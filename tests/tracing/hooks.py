@@ -1,4 +1,4 @@
-"""Point 5: backward hooks, without compiled autograd.
+"""Backward hooks, without compiled autograd.
 
 Each builds its module (or function) anew, so that a hook's records belong to one run.
 """

@@ -1,4 +1,4 @@
-"""Point 2: device meshes."""
+"""Device meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Point 4: point-to-point, coalesced and functional collectives."""
+"""Point-to-point, coalesced and functional collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Point 3: placements and distributed tensors."""
+"""Placements and distributed tensors."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def dtensor_in_and_out(mesh):
     weight = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
 
     def function(x):
-        # Not the product itself: from the second default group of a process on, torch (2.13) gives it a fake mesh.
+        # It does not return the product itself. From the second default group on, torch (2.13) gives that a fake mesh.
         return (weight * 2 + x[0]).to_local(), weight, weight.placements
 
     return function, None

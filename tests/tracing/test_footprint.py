@@ -74,7 +74,7 @@ def step(x, group):
     first.wait()
     return y
 
-# Without a C compiler, which is not what is cached here.
+# This does without a C compiler, because kernels are not what is cached here.
 options = {"fallback_by_default": True}
 torch.compile(step, fullgraph=True, backend="inductor", options=options)(torch.ones(4), dist.group.WORLD)
 dist.destroy_process_group()

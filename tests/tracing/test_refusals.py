@@ -195,7 +195,7 @@ def test_a_destroyed_group_in_a_cached_graph(rank, size, backend):
     # The other rank may still be in the collective.
     dist.barrier()
     dist.destroy_process_group(group)
-    # Of what eager asks about it, this is what it says of a group that is gone.
+    # Eager asks several things about a group. This is what it says of one that is gone.
     name = group.group_name
     kind, message = _error(dist.get_backend, group)
     compiled_kind, compiled_message = _error(compiled, torch.ones(2), group)
@@ -252,7 +252,7 @@ def _sizes_differ(rank, size, backend):
     function = torch.compile(_mismatched, fullgraph=True, backend=backend) if backend else _mismatched
     for length in (2, 4):
         function(torch.ones(length))
-    # Not before: ranks may take long to compile, and do not end at the same time.
+    # This is not set before, because ranks may take long to compile, and do not end at the same time.
     dist.barrier()
     c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     return _error(function, torch.ones(2 + 2 * rank))

@@ -33,7 +33,7 @@ _LINK = "link0"
 _NETWORK = "10.213.0"
 _PORT = 29500
 _ROOT = Path(__file__).resolve().parents[2]
-# Only where a rank is stuck; importing torch four times on a busy machine takes its time.
+# This passes only if a rank is stuck. Importing torch four times on a busy machine takes its time.
 _ANSWER_S = 120.0
 _FORKING = "PACELINE_TEST_HOSTS_FORKING"
 KILLED = "killed"

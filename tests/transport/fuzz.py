@@ -121,7 +121,7 @@ class Run:
         whole = self._blank(step, step.count * len(step.members))
         mine = self._mine(step)
         if step.layout == "offset":
-            # In place: the input is the rank's own part of the output.
+            # This is in place: the input is the rank's own part of the output.
             place = step.members.index(self.rank)
             part = whole[place * step.count : (place + 1) * step.count]
             part.copy_(mine)
@@ -188,7 +188,7 @@ def differences(
             if got.numel() == 0 or torch.equal(got, want):
                 continue
             bound = _bound(step, seed, rank=rank)
-            # Not through a difference where none is allowed: float64 cannot tell all of int64 apart.
+            # Where no difference is allowed, none is computed, because float64 cannot tell all of int64 apart.
             right = (got == want) | (got.isnan() & want.isnan())
             if bound.any():
                 # A NaN is beyond no bound, so it is asked what is within it.

@@ -246,7 +246,7 @@ def plans(runs: int, *, seed: int = 0) -> Iterator[Plan]:
     rng.shuffle(pairs)
     for number, (call, phase) in zip(range(runs), itertools.cycle(pairs), strict=False):
         world_size = rng.choice((2, 2, 3))
-        # Of a large one, not always in the first chunk.
+        # In a large collective it does not always die in the first chunk.
         count = rng.randrange(3) if call.startswith("large") and phase in ("published", "passed") else 0
         yield Plan(number, world_size, world_size - 1, call, phase, count)
 

@@ -69,12 +69,12 @@ def _dies_in(rank, world_size, victim, call, phase, count):
     [
         *(("small all_reduce", phase, 0, 1, 2) for phase in PHASES["small all_reduce"]),
         *(("large all_reduce", phase, 0, 0, 2) for phase in PHASES["large all_reduce"]),
-        # Of the other collectives one phase each; `make soak` goes through all of them.
+        # The other collectives have one phase each here; `make soak` goes through all of them.
         *((call, PHASES[call][-1], 0, 1, 2) for call in list(PHASES)[2:]),
         ("small all_reduce", "staged", 0, 0, 4),
         ("large all_reduce", "reduced", 0, 2, 4),
         ("large all_gather", "published", 0, 3, 4),
-        # In the third chunk.
+        # These are killed in the third chunk.
         *(("large all_reduce", phase, 2, 0, 2) for phase in ("staged", "passed", "copied")),
     ],
 )
@@ -241,14 +241,14 @@ def _stops(rank, world_size, call):
     if rank == 1:
         store.set("pid", str(os.getpid()))
     dist.barrier()
-    # Not from the start: ranks may be late to the making of the group.
+    # This is not set from the start, because ranks may be late to the making of the group.
     dist.group.WORLD.set_timeout(timedelta(seconds=STOP_TIMEOUT_S))
     if rank == 1:
         fail_at("before_publish", action="stop")
     loss = heard_of(CALLS[call])
     if rank == 1:
         raise AssertionError("it was to be stopped")
-    # Else it would stay so until the pool gives it up.
+    # Otherwise it would stay stopped until the pool gives it up.
     os.kill(int(store.get("pid")), signal.SIGKILL)
     return loss
 

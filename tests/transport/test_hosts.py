@@ -25,7 +25,7 @@ from tests.transport._hosts import Hosts
 from tests.transport.killing import NOTICED_WHEN_BUSY_S
 from tests.transport.requirements import needs_hosts
 
-# Of a rank, from one function to another.
+# A rank keeps its groups here from one function to another.
 _groups = {}
 
 
@@ -153,7 +153,7 @@ def _a_leader_is_late(rank, world_size):
 
 
 def test_a_group_is_made_when_it_is_made_on_all_ranks(hosts: Hosts) -> None:
-    # Else a rank that is done with it breaks the connections that others are about to make.
+    # Otherwise a rank that is done with it breaks the connections that others are about to make.
     for name, said, blamed, _ in hosts.run(__name__, "_a_leader_is_late")[:3]:
         assert (name, said, blamed) == ("PeerFailedError", "rank 3 has aborted the group", 3)
 
@@ -294,7 +294,7 @@ def test_a_rank_that_goes_is_named_on_every_host(hosts: Hosts, going: int, how: 
 
 def _group_with_little_time(rank, world_size):
     _groups["little time"] = group = dist.new_group()
-    # Not from the start: ranks may be late to the making of the group.
+    # This is not set from the start, because ranks may be late to the making of the group.
     group.set_timeout(timedelta(seconds=2))
 
 

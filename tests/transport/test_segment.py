@@ -171,9 +171,27 @@ def test_a_segment_of_a_killed_process_is_removed_by_the_next() -> None:
         assert os.path.lexists(_path(living.name))
 
 
+class _Lock:
+    """A lock that tells when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 def test_looking_for_stale_ones_is_not_in_the_way_of_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look ends with closing the file, and that would drop locks taken in between: so nothing opens in between."""
     looking, looked, opened = threading.Event(), threading.Event(), threading.Event()
+    lock = _Lock()
+    monkeypatch.setattr(segment, "_open_lock", lock)
     names: list[str] = []
 
     def look(name: str) -> None:
@@ -187,14 +205,15 @@ def test_looking_for_stale_ones_is_not_in_the_way_of_opening(monkeypatch: pytest
 
     with Segment.create(NBYTES) as mine:
         monkeypatch.setattr(segment, "_remove_if_stale", look)
-        # As if another process had made it.
+        # It is now as if another process had made it.
         segment._open_here.discard(mine.name)
         looks = threading.Thread(target=segment.remove_stale)
         looks.start()
         assert looking.wait(60)
         opens = threading.Thread(target=open_and_close)
         opens.start()
-        assert not opened.wait(0.2)
+        assert lock.is_waited_for.wait(60)
+        assert not opened.is_set()
         looked.set()
         for thread in (looks, opens):
             thread.join(60)

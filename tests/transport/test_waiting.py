@@ -18,7 +18,8 @@ from paceline.transport.shm import library
 from .conformance import SHM
 from .requirements import needs_shm
 
-# Of the time waited. A rank that spins has 1; short spins and waking up to look for the dead cost little.
+# The share of the time waited that may be spent on a core. A rank that spins has 1; short spins and waking up to look
+# for the dead cost little.
 MOST = 0.25
 WORK_S = 0.6
 
@@ -56,7 +57,7 @@ def _burnt(rank, world_size, how):
         for work in works:
             work.wait()
     else:
-        # In no collective at all: the group's own threads.
+        # The ranks wait in no collective at all, so that only the group's own threads run.
         store = dist.distributed_c10d._get_default_store()
         store.set("computed", "yes") if rank == 0 else store.wait(["computed"])
     return time.process_time() - cpu, time.monotonic() - wall

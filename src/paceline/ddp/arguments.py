@@ -251,8 +251,8 @@ class Placement:
         types = {device.type for device in devices}
         if "meta" in types:
             raise BadArgumentError(
-                "The module has parameters on the meta device, which hold no values. Materialise them first: "
-                "module.to_empty(device=...) and initialise."
+                "The module has parameters on the meta device, which hold no values. Materialise them with "
+                "module.to_empty(device=...) and initialise them, before you wrap the module."
             )
         if len(types) > 1:
             raise BadArgumentError(

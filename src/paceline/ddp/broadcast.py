@@ -32,32 +32,32 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class FlatMessage:
-    """A flat tensor of bytes with a place for each of some tensors, which may have any dtype and are on one device."""
+    """A flat tensor of bytes with a view for each of some tensors, which may have any dtype and are on one device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._kinds = _kinds(tensors)
         self._sizes_bytes = [sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in self._kinds]
         self.tensors = [tensor for kind in self._kinds for tensor in kind]
-        self._places: list[Tensor] = []
+        self._views: list[Tensor] = []
         # Nobody may later write to a tensor that was made in inference mode, and this one outlives the mode.
         with torch.inference_mode(False):
             self.bytes = torch.empty(sum(self._sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
 
-    def make_places(self) -> None:
-        """Make the places while the message is on its way, since it takes a while if there are many."""
-        if not self._places:
+    def make_views(self) -> None:
+        """Make the views while the message is on its way, since it takes a while if there are many."""
+        if not self._views:
             with torch.inference_mode(False):
                 for kind, part in zip(self._kinds, self.bytes.split(self._sizes_bytes), strict=True):
-                    self._places += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
+                    self._views += _torch.unflatten_dense(part.view(kind[0].dtype), kind)
 
     @property
-    def places(self) -> list[Tensor]:
+    def views(self) -> list[Tensor]:
         """What the message holds for each tensor."""
-        self.make_places()
-        return self._places
+        self.make_views()
+        return self._views
 
     def take_memory(self) -> None:
-        """Allocate the bytes. They are not kept between broadcasts, unlike the places, which take long to make."""
+        """Allocate the bytes. They are not kept between broadcasts, unlike the views, which take long to make."""
         self.bytes.untyped_storage().resize_(self.bytes.numel())
 
     def release_memory(self) -> None:
@@ -65,12 +65,12 @@ class FlatMessage:
 
     def pack(self) -> None:
         with torch.no_grad():
-            _torch.copy_each(self.places, self.tensors)
+            _torch.copy_each(self.views, self.tensors)
 
     def unpack(self) -> None:
         """Write what the message holds into the tensors, in place."""
         with torch.no_grad():
-            _torch.copy_each(self.tensors, self.places)
+            _torch.copy_each(self.tensors, self.views)
 
 
 class StateBroadcast:
@@ -104,7 +104,7 @@ class StateBroadcast:
         while self._under_way is not None:
             flat, finish = self._under_way
             if flat is not None:
-                flat.make_places()
+                flat.make_views()
             finish()
             if flat is not None:
                 flat.unpack()

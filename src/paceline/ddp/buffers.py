@@ -113,7 +113,7 @@ class Buffers:
 
     def replace(self, message: FlatMessage) -> None:
         """Put new tensors with the values of ``message`` where its tensors are held."""
-        values = dict(zip(map(id, message.tensors), message.places, strict=True))
+        values = dict(zip(map(id, message.tensors), message.views, strict=True))
         for _, buffer, holders in self._found:
             local = _torch.local_tensor(buffer)
             if id(local) in values:

@@ -211,13 +211,13 @@ class TorchNames:
     def _build_debug_param_to_name_mapping(self: Any, parameters: list[Tensor]) -> dict[int, str]:
         """Map the index of each parameter in ``parameters`` to its name."""
         named = {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
-        place = {id(param): n for n, param in enumerate(parameters)}
+        index_of = {id(param): n for n, param in enumerate(parameters)}
         mapping = {}
         for name, param in named.items():
             if param.requires_grad:
-                if id(param) not in place:
+                if id(param) not in index_of:
                     raise BadArgumentError(f"Param with name {name} is not in the list of parameters.")
-                mapping[place[id(param)]] = name
+                mapping[index_of[id(param)]] = name
         if len(mapping) != len(parameters):
             raise BadArgumentError(
                 f"Expected param to name mapping to cover all {len(parameters)} parameters, but the module has names "

@@ -128,8 +128,8 @@ class Swap:
 
     def _restore_if_idle(self) -> None:
         if not self._running:
-            for place, key, param in self._replaced:
-                place[key] = param
+            for holder, key, param in self._replaced:
+                holder[key] = param
             self._replaced.clear()
             self._casts.clear()
 
@@ -145,8 +145,8 @@ class Swap:
                     cast = _SparseCast.apply(param, self._dtype) if sparse else param.to(self._dtype)
                     self._casts[id(param)] = cast
                 self._replaced.append((holder, key, param))
-        for place, key, param in self._replaced:
-            place[key] = self._casts[id(param)]
+        for holder, key, param in self._replaced:
+            holder[key] = self._casts[id(param)]
 
 
 class _WeakHook:

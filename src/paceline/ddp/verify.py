@@ -43,7 +43,7 @@ class Verifier:
         self._ignored = ignored
         self._device = device
         self._steps = 0
-        # In the order of their first steps, which is the same on all ranks; a set would have an order of its own.
+        # They are in the order of their first steps, which is the same on all ranks. A set would have its own order.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._given: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}

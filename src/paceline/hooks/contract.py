@@ -87,7 +87,7 @@ def own_hook(*, takes_group: bool) -> Callable[[AnyHook], AnyHook]:
 def overlaps(hook: Callable[..., Any]) -> bool:
     """Whether several buckets may be under way with ``hook``. An unknown hook gets one at a time."""
     hook = _innermost(hook)
-    if any(is_torch_hook(hook, *place) for place in torch_hooks.OVERLAPPING):
+    if any(is_torch_hook(hook, *name) for name in torch_hooks.OVERLAPPING):
         return True
     try:
         return hook in _overlapping

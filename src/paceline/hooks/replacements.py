@@ -38,7 +38,7 @@ def resolve(hook: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(hook, functools.partial):
         inner = resolve(hook.func)
         return hook if inner is hook.func else functools.partial(inner, *hook.args, **hook.keywords)
-    return next((ours for place, ours in _REPLACEMENTS.items() if is_torch_hook(hook, *place)), hook)
+    return next((ours for name, ours in _REPLACEMENTS.items() if is_torch_hook(hook, *name)), hook)
 
 
 @own_hook(takes_group=True)

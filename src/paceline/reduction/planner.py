@@ -180,7 +180,7 @@ class Planner:
         theirs: list[int] = shared.tolist()
         if sorted(theirs) != sorted(order):
             raise DisagreementError(
-                "Rank 0 has sent an order of the gradients that is not one of this module's parameters. Build the "
+                "The order of gradients that rank 0 has sent does not have this module's parameters in it. Build the "
                 "module in the same way on every rank."
             )
         return theirs

@@ -119,10 +119,9 @@ class Weighing:
         if self._mixed:
             names = ", ".join(self._mixed)
             raise StateError(
-                f"The gradient of {names} still held the one of an earlier step when a backward began that did not "
-                "come through the wrapper's forward. weighted() and join() have to tell the two apart, and now they "
-                "cannot. Call "
-                "zero_grad() at the start of the step, or call the wrapper instead of its module."
+                f"This backward did not come through the wrapper's forward, and {names} still had the gradient of an "
+                "earlier step when it began. So weighted() and join() cannot tell the old gradient from the new one. "
+                "Call zero_grad() at the start of the step, or call the wrapper instead of its module."
             )
         for slot in self._kept(slots):
             if slot.base is None and slot.param.grad is not None:

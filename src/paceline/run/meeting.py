@@ -1,6 +1,9 @@
 """Where the ranks of a job meet. They make the store, and check that all of them were started with one world size.
 
 torch's ``env://`` makes no such check: ranks with different world sizes wait for each other until the time-out.
+
+This is not an agreement (``control.agree``). Agreements are for ranks that know how many they are and that have the
+same secret, and both are what ranks find out here.
 """
 
 from __future__ import annotations

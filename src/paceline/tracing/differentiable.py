@@ -44,24 +44,24 @@ def scattered(tensors, root: int, rank: int, group: str) -> Tensor:
 class AllReduce(Function):
     @staticmethod
     def forward(ctx, group, how, tensor):
-        ctx.place = (group, how)
+        ctx.call = (group, how)
         return run("all_reduce", [tensor], [], group, how)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        group, how = ctx.place
+        group, how = ctx.call
         return None, None, run("all_reduce", [grad], [], group, how)[0]
 
 
 class Broadcast(Function):
     @staticmethod
     def forward(ctx, group, root, rank, tensor):
-        ctx.place = (group, root, rank)
+        ctx.call = (group, root, rank)
         return run("broadcast", [tensor], [], group, "", (root, NOBODY))[0]
 
     @staticmethod
     def backward(ctx, grad):
-        group, root, rank = ctx.place
+        group, root, rank = ctx.call
         total = run("reduce", [grad], [], group, "sum", (root, NOBODY))[0]
         return None, None, None, total if rank == root else torch.zeros_like(total)
 
@@ -69,86 +69,86 @@ class Broadcast(Function):
 class Reduce(Function):
     @staticmethod
     def forward(ctx, group, root, how, tensor):
-        ctx.place = (group, root)
+        ctx.call = (group, root)
         return run("reduce", [tensor], [], group, how, (root, NOBODY))[0]
 
     @staticmethod
     def backward(ctx, grad):
-        group, root = ctx.place
+        group, root = ctx.call
         return None, None, None, run("broadcast", [grad], [], group, "", (root, NOBODY))[0]
 
 
 class Gather(Function):
     @staticmethod
     def forward(ctx, group, root, rank, size, tensor):
-        ctx.place = (group, root, rank)
+        ctx.call = (group, root, rank)
         return tuple(gathered(tensor, root, rank, size, group))
 
     @staticmethod
     def backward(ctx, *grads):
-        group, root, rank = ctx.place
+        group, root, rank = ctx.call
         return None, None, None, None, scattered(list(grads), root, rank, group)
 
 
 class Scatter(Function):
     @staticmethod
     def forward(ctx, group, root, rank, size, *tensors):
-        ctx.place = (group, root, rank, size)
+        ctx.call = (group, root, rank, size)
         return scattered(list(tensors), root, rank, group)
 
     @staticmethod
     def backward(ctx, grad):
-        group, root, rank, size = ctx.place
+        group, root, rank, size = ctx.call
         return None, None, None, None, *gathered(grad, root, rank, size, group)
 
 
 class AllGather(Function):
     @staticmethod
     def forward(ctx, group, size, tensor):
-        ctx.place = group
+        ctx.call = group
         return tuple(run("all_gather", [tensor.new_empty(tensor.shape) for _ in range(size)], [tensor], group))
 
     @staticmethod
     def backward(ctx, *grads):
         # This is not a reduce-scatter, which would add in another order than eager does.
-        parts = run("all_to_all", shapes_of(grads), grads, ctx.place)
+        parts = run("all_to_all", shapes_of(grads), grads, ctx.call)
         return None, None, torch.stack(parts).sum(0)
 
 
 class ReduceScatter(Function):
     @staticmethod
     def forward(ctx, group, how, output, *tensors):
-        ctx.place = (group, len(tensors))
+        ctx.call = (group, len(tensors))
         return run("reduce_scatter", [output], tensors, group, how)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        group, size = ctx.place
+        group, size = ctx.call
         return None, None, None, *run("all_gather", [grad.new_empty(grad.shape) for _ in range(size)], [grad], group)
 
 
 class AllToAll(Function):
     @staticmethod
     def forward(ctx, group, outputs, *tensors):
-        ctx.place = group
+        ctx.call = group
         ctx.shapes = [tensor.shape for tensor in tensors[outputs:]]
         return tuple(run("all_to_all", tensors[:outputs], tensors[outputs:], group))
 
     @staticmethod
     def backward(ctx, *grads):
         written = [grads[0].new_empty(shape) for shape in ctx.shapes]
-        return None, None, *([None] * len(grads)), *run("all_to_all", written, grads, ctx.place)
+        return None, None, *([None] * len(grads)), *run("all_to_all", written, grads, ctx.call)
 
 
 class AllToAllSingle(Function):
     @staticmethod
     def forward(ctx, group, output_sizes, input_sizes, output, tensor):
-        ctx.place = (group, output_sizes, input_sizes, tensor.shape)
+        ctx.call = (group, output_sizes, input_sizes, tensor.shape)
         return run("all_to_all_single", [output], [tensor], group, "", (*output_sizes, *input_sizes))[0]
 
     @staticmethod
     def backward(ctx, grad):
-        group, output_sizes, input_sizes, shape = ctx.place
+        group, output_sizes, input_sizes, shape = ctx.call
         sizes = (*input_sizes, *output_sizes)
         return None, None, None, None, run("all_to_all_single", [grad.new_empty(shape)], [grad], group, "", sizes)[0]
 

@@ -117,8 +117,8 @@ def call_hooks(
     packed: list[Tensor | None] = [None] * count
     for position, grad in zip(positions, given, strict=True):
         packed[position] = grad
-    place = points[point]
-    answer = place.at_output(tuple(packed), inputs) if at_output else place.at_input(tuple(packed))
+    hooks = points[point]
+    answer = hooks.at_output(tuple(packed), inputs) if at_output else hooks.at_input(tuple(packed))
     packed.clear()
     return [_returned(answer[position], like) for position, like in zip(positions, grads, strict=True)]
 
@@ -151,12 +151,12 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, point, at_output, positions, count, inputs, *tensors):  # type: ignore[no-untyped-def]
-        ctx.place = (point, at_output, positions, count, inputs)
+        ctx.call = (point, at_output, positions, count, inputs)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        point, at_output, positions, count, inputs = ctx.place
+        point, at_output, positions, count, inputs = ctx.call
         changed = operators.backward_hooks(list(grads), point, at_output, list(positions), count, inputs)
         return None, None, None, None, None, *changed
 

@@ -200,6 +200,10 @@ def batch_isend_irecv(call: Call, later: bool) -> list[Work]:
     return dist.batch_isend_irecv(operations)
 
 
+POINT_TO_POINT = frozenset(function.__name__ for function in (isend, irecv, recv_any, batch_isend_irecv))
+"""The operators that move messages between two ranks. Other ranks of the group take no part."""
+
+
 def _run(
     name: str, written: list[Tensor], read: list[Tensor], group: str, how: str, ranks: list[int], wait: bool
 ) -> list[Tensor]:

@@ -177,7 +177,7 @@ def sparse_complex(rank, world_size):
         want[0] += (other + 1) * values[0]
         want[1 + other] = (other + 1) * values[1]
     same(mine.to_dense(), want, "complex sparse all_reduce")
-    # Nor does its base lead to a view of it.
+    # A view of its base is refused as well.
     with pytest.raises(BadCollectiveError, match="pass a clone"):
         dist.all_reduce(mine[None].transpose(0, 1))
 

@@ -38,7 +38,7 @@ def _train(model: nn.Module, rank: int) -> list[float]:
     return losses
 
 
-# Without annotations: torch compares them with its classes, and here they would be strings.
+# The hook has no annotations: torch compares them with its classes, and here they would be strings.
 def _mean_of_bucket(group, bucket):
     work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from paceline import _torch
 from paceline.compiler.taps import ops
 
 _MARKS = tuple(map(_torch.name_of_target, (ops.enter, ops.leave)))
-_COLLECTIVES = ("_c10d_functional", "c10d.", "paceline.")
-_LOCAL = (*_MARKS, *map(_torch.name_of_target, (ops.tap, ops.report, ops.tie)))
+_TORCHS_COLLECTIVES = ("_c10d_functional", "c10d.")
 _LINE_LIMIT = 400
 
 
@@ -90,8 +90,19 @@ def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> GraphLine:
     if node.op == "placeholder":
         value = node.meta.get("example_value")
         text, exact = f"placeholder {_kind(value)}", f"placeholder {_example(value)}"
-    is_collective = node.op == "call_function" and name.startswith(_COLLECTIVES) and not name.startswith(_LOCAL)
+    is_collective = node.op == "call_function" and name.startswith(_collectives())
     return GraphLine(text, exact, _user_line(node), is_collective)
+
+
+@cache
+def _collectives() -> tuple[str, ...]:
+    """What the names of collectives begin with. Messages between two ranks are none: only those two have them."""
+    # This is imported late, because it reads the files that the operators are named after.
+    from paceline.tracing.operator_namespace import operators
+    from paceline.tracing.ops import POINT_TO_POINT, STARTERS
+
+    ours = (getattr(operators, name) for name in STARTERS if name not in POINT_TO_POINT)
+    return (*_TORCHS_COLLECTIVES, *map(_torch.name_of_target, ours))
 
 
 def _target(node: fx.Node) -> str:

@@ -160,23 +160,23 @@ def cut_by_plan(
     for plan in plans:
         front = len(body.nodes)
         for bucket in plan:
-            places = [first_use[key] for key in bucket.param_ids if key in first_use]
-            if places:
-                front = min(front, *places)
+            uses = [first_use[key] for key in bucket.param_ids if key in first_use]
+            if uses:
+                front = min(front, *uses)
                 complete_at.setdefault(front, GraphBucket()).take_over(bucket)
     buckets: list[GraphBucket] = []
     cuts: list[Cut] = []
     end = len(body.nodes)
-    for place, bucket in sorted(complete_at.items(), reverse=True):
-        position, since = min(place, end - 1), ""
+    for front, bucket in sorted(complete_at.items(), reverse=True):
+        position, since = min(front, end - 1), ""
         while position > 0 and (obstacle := body.obstacle(position, end)):
             position, since = position - 1, obstacle
-        if buckets and place >= end:
-            # The cut of the bucket before this one had to move past the place where this one is complete.
+        if buckets and front >= end:
+            # The cut of the bucket before this one had to move past the point at which this one is complete.
             buckets[-1].take_over(bucket)
             continue
         buckets.append(bucket)
-        cuts.append(_cut(body, position, bucket, place - position, since))
+        cuts.append(_cut(body, position, bucket, front - position, since))
         end = position
     if buckets:
         # Nothing in front of the last cut has a parameter.

@@ -47,7 +47,7 @@ def _shared(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[tuple[
 
 def _reshaped(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
     """The spans of operators in which a value has another shape than the graph says."""
-    for node, place in position.items():
+    for node, at in position.items():
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if name not in _RESHAPING or not node.all_input_nodes:
             continue
@@ -57,9 +57,9 @@ def _reshaped(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[tupl
                 continue
             if source.op == "placeholder":
                 # Each part is given the input as it was before the first part.
-                yield -1, max(place, _last_use(source, position))
-            elif _start(source, position) < place:
-                yield _start(source, position), place
+                yield -1, max(at, _last_use(source, position))
+            elif _start(source, position) < at:
+                yield _start(source, position), at
 
 
 def _start(node: fx.Node, position: Mapping[fx.Node, int]) -> int:

@@ -22,7 +22,7 @@ def bring_to_use(graph: fx.Graph, params: Collection[fx.Node]) -> None:
     A parameter that something else uses is left alone, since that might change it. Nothing moves into or out of a
     context.
     """
-    place = {node: float(n) for n, node in enumerate(graph.nodes)}
+    order = {node: float(n) for n, node in enumerate(graph.nodes)}
     state, depth = {}, 0
     for node, is_recording in grad_modes(graph):
         depth += _torch.region_step(node)
@@ -34,10 +34,10 @@ def bring_to_use(graph: fx.Graph, params: Collection[fx.Node]) -> None:
     for node in reversed(list(graph.nodes)):
         if node not in prepared or node.op == "placeholder" or not node.users:
             continue
-        user = min(node.users, key=place.__getitem__)
+        user = min(node.users, key=order.__getitem__)
         if user.op != "output" and state[user] == state[node]:
             user.prepend(node)
-            place[node] = place[user] - 1e-6
+            order[node] = order[user] - 1e-6
 
 
 def _prepares(node: fx.Node) -> bool:

@@ -46,11 +46,11 @@ def _define(schema: str, function: Callable[..., Any], key: str) -> None:
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, binding: Tensor, places: Sequence[int], version: str, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, binding: Tensor, entries: Sequence[int], version: str, *params: Tensor) -> tuple[Tensor, ...]:
         # A parameter without a gradient is unused. Zeros would hide that.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(binding)
-        ctx.places, ctx.version = places, version
+        ctx.entries, ctx.version = entries, version
         # What the graph goes on with gets these: autograd would copy a gradient whose layout is not its parameter's.
         ctx.strides = [strides.dense_stride(param) for param in params]
         return tuple(param.view_as(param) for param in params)
@@ -62,17 +62,17 @@ class _Tap(torch.autograd.Function):
         if not members or torch.is_grad_enabled():
             return (None, None, None, *grads)
         (binding,) = ctx.saved_tensors
-        places = [ctx.places[n] for n in members]
+        entries = [ctx.entries[n] for n in members]
         strides = [stride for n in members for stride in ctx.strides[n]]
-        going_on = torch.ops.paceline.report([grads[n] for n in members], binding, places, strides, ctx.version)
+        going_on = torch.ops.paceline.report([grads[n] for n in members], binding, entries, strides, ctx.version)
         result = list(grads)
         for n, grad in zip(members, going_on, strict=True):
             result[n] = grad
         return (None, None, None, *result)
 
 
-def _tap(params: Sequence[Tensor], binding: Tensor, places: Sequence[int], version: str) -> list[Tensor]:
-    outputs = _Tap.apply(binding, places, version, *params)
+def _tap(params: Sequence[Tensor], binding: Tensor, entries: Sequence[int], version: str) -> list[Tensor]:
+    outputs = _Tap.apply(binding, entries, version, *params)
     node = outputs[0].grad_fn
     if node is not None:
         # The engine first runs the node that was made last. This one was made first, and would wait for all others.
@@ -82,13 +82,13 @@ def _tap(params: Sequence[Tensor], binding: Tensor, places: Sequence[int], versi
 
 @_torch.unseen_by_compiler
 def _report(
-    grads: Sequence[Tensor], binding: Tensor, places: Sequence[int], strides: Sequence[int], version: str
+    grads: Sequence[Tensor], binding: Tensor, entries: Sequence[int], strides: Sequence[int], version: str
 ) -> list[Tensor]:
-    return taps.report(int(binding), places, grads, _split(strides, grads))
+    return taps.report(int(binding), entries, grads, _split(strides, grads))
 
 
 def _report_fake(
-    grads: Sequence[Tensor], binding: Tensor, places: Sequence[int], strides: Sequence[int], version: str
+    grads: Sequence[Tensor], binding: Tensor, entries: Sequence[int], strides: Sequence[int], version: str
 ) -> list[Tensor]:
     pairs = zip(grads, _split(strides, grads), strict=True)
     return [grad.new_empty_strided(grad.shape, stride) for grad, stride in pairs]
@@ -105,10 +105,10 @@ def _nothing(*args: Any) -> None:
 
 
 _define(
-    "tap(Tensor[] params, Tensor binding, int[] places, str version) -> Tensor[]", _tap, "CompositeImplicitAutograd"
+    "tap(Tensor[] params, Tensor binding, int[] entries, str version) -> Tensor[]", _tap, "CompositeImplicitAutograd"
 )
 _define(
-    "report(Tensor[] grads, Tensor binding, int[] places, SymInt[] strides, str version) -> Tensor[]",
+    "report(Tensor[] grads, Tensor binding, int[] entries, SymInt[] strides, str version) -> Tensor[]",
     _report,
     "CompositeExplicitAutograd",
 )

@@ -2,7 +2,7 @@
 
 [Note: graphs do not know their parameters]
 Dynamo compares shapes, not identities: blocks of one class run the same graph, and a parameter may be replaced. So a
-tap names places among the graph's parameters. Which parameters are there is told by one more input of the graph: a
+tap names entries in the list of the graph's parameters. Which parameters they are is told by one more input: a
 number that goes with the call through forward to its backward. Compiled code knows nothing of a wrapper, so it is the
 same for any block, for any wrapper, and in the caches of any rank.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Binding:
-    """The parameters of a call, in the order of their places. It holds them weakly, since graphs outlive wrappers."""
+    """The parameters of a call, in the order of the list. It holds them weakly, since graphs outlive wrappers."""
 
     def __init__(self, params: Sequence[Tensor], on_death: Callable[[object], None]) -> None:
         self._params = [weakref.ref(param, on_death) for param in params]
@@ -28,10 +28,10 @@ class Binding:
         self.number = torch.tensor(number, device="cpu")
         _bindings[number] = self
 
-    def params(self, places: Sequence[int]) -> list[Tensor] | None:
-        """The parameters in these places; None if one of them is gone."""
-        found = [param for param in (self._params[place]() for place in places) if param is not None]
-        return found if len(found) == len(places) else None
+    def params(self, entries: Sequence[int]) -> list[Tensor] | None:
+        """The parameters of these entries; None if one of them is gone."""
+        found = [param for param in (self._params[entry]() for entry in entries) if param is not None]
+        return found if len(found) == len(entries) else None
 
 
 _numbers = itertools.count()

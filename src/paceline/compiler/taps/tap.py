@@ -35,9 +35,9 @@ def owner_of(param: Tensor) -> Reducer | None:
 def group(reducer: Reducer, params: Iterable[Tensor]) -> list[list[Tensor]]:
     """``params`` of ``reducer`` in groups that are reported together, in the order of the plan."""
     index_of = {id(param): n for n, param in enumerate(reducer.roster.params)}
-    place = {index: n for n, index in enumerate(reducer.plan.order)}
-    inside = [param for param in params if index_of[id(param)] in place]
-    inside.sort(key=lambda param: place[index_of[id(param)]])
+    position = {index: n for n, index in enumerate(reducer.plan.order)}
+    inside = [param for param in params if index_of[id(param)] in position]
+    inside.sort(key=lambda param: position[index_of[id(param)]])
     groups: list[list[Tensor]] = []
     limit_bytes = min(MAX_TAP_BYTES, reducer.plan.size_bytes // TAPS)
     size_bytes = limit_bytes
@@ -51,13 +51,13 @@ def group(reducer: Reducer, params: Iterable[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-def report(number: int, places: Sequence[int], grads: Sequence[Tensor], strides: Sequence[Strides]) -> list[Tensor]:
-    """Take the ``grads`` that a compiled backward has made for the parameters in these places of a binding.
+def report(number: int, entries: Sequence[int], grads: Sequence[Tensor], strides: Sequence[Strides]) -> list[Tensor]:
+    """Take the ``grads`` that a compiled backward has made for the parameters of these entries of a binding.
 
     Returns what the graph hands to autograd in their stead.
     """
     binding = bindings.find(number)
-    params = binding.params(places) if binding is not None else None
+    params = binding.params(entries) if binding is not None else None
     reducer = owner_of(params[0]) if params else None
     # If the parameters were frozen or replaced since, or belong to several wrappers, autograd deals with them.
     if params is not None and reducer is not None and reducer.active and all(map(reducer.slots.has, params)):

@@ -106,7 +106,7 @@ def put_taps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Tapped:
         return done
     # This works on a copy, since Dynamo looks at the inputs of its own graph once more.
     graph, copy_of = _copy(gm.graph)
-    place_of = {key: place for place, key in enumerate(node_of)}
+    entry_of = {key: entry for entry, key in enumerate(node_of)}
     with graph.inserting_before(graph.find_nodes(op="placeholder")[-1].next):
         binding = graph.placeholder("paceline_binding")
         # It comes from nowhere that the user can see.
@@ -114,8 +114,9 @@ def put_taps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Tapped:
         for reducer, params in by_reducer.items():
             for members in taps.group(reducer, params):
                 nodes = [node_of[id(param)] for param in members]
-                places = [place_of[id(param)] for param in members]
-                tapped = graph.call_function(ops.tap, ([copy_of[node] for node in nodes], binding, places, ops.VERSION))
+                entries = [entry_of[id(param)] for param in members]
+                copies = [copy_of[node] for node in nodes]
+                tapped = graph.call_function(ops.tap, (copies, binding, entries, ops.VERSION))
                 done.groups.append([reducer.slots.of(param).name for param in members])
                 examples = [node.meta.get("example_value") for node in nodes]
                 tapped.meta["example_value"] = examples

@@ -32,7 +32,7 @@ class Connection(Protocol):
 
 
 class GivingUp:
-    """The way in which rank ``me`` (a name) gives up a group. ``endpoint`` leads to the other ranks of its host."""
+    """How this rank, which others call ``me``, gives up a group. ``endpoint`` leads to the other ranks of its host."""
 
     def __init__(self, reports: PeerReports, endpoint: Endpoint, *, me: int) -> None:
         self._reports = reports
