@@ -31,6 +31,7 @@ from paceline import torch_version as _torch_version  # noqa: F401  # isort: ski
 from paceline import data, errors, hooks, tracing, transport
 from paceline.compiler import compile_module as compile
 from paceline.compiler import explain
+from paceline.data import mean, total
 from paceline.ddp.module import DDP, DistributedDataParallel
 from paceline.ddp.precision import MixedPrecision
 from paceline.ddp.replica_check import assert_replicas_equal
@@ -57,7 +58,9 @@ __all__ = [
     "explain",
     "hooks",
     "init",
+    "mean",
     "shutdown",
+    "total",
     "tracing",
     "transport",
 ]

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from paceline.data.loader import Loader
+from paceline.data.numbers import mean, total
 from paceline.data.sampler import Sampler
 
-__all__ = ["Loader", "Sampler"]
+__all__ = ["Loader", "Sampler", "mean", "total"]
