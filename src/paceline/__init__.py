@@ -32,6 +32,7 @@ from paceline import data, errors, hooks, tracing, transport
 from paceline.compiler import compile_module as compile
 from paceline.compiler import explain
 from paceline.data import mean, total
+from paceline.ddp.load import load_state_dict
 from paceline.ddp.module import DDP, DistributedDataParallel
 from paceline.ddp.precision import MixedPrecision
 from paceline.ddp.replica_check import assert_replicas_equal
@@ -58,6 +59,7 @@ __all__ = [
     "explain",
     "hooks",
     "init",
+    "load_state_dict",
     "mean",
     "shutdown",
     "total",
