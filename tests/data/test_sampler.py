@@ -270,6 +270,17 @@ def test_torchs_loader_without_workers_counts_by_drawing() -> None:
     assert sampler.state_dict()["taken"] == 8
 
 
+def test_an_epoch_that_is_asked_for_after_workers_have_begun_comes_next() -> None:
+    loader = Loader(range(8), batch_size=2, shuffle=True, num_workers=1)
+    batches = iter(loader)
+    loader.set_epoch(3)
+    assert len(list(batches)) == 4
+    assert loader.state_dict()["epoch"] == 3
+    other = Sampler(range(8))
+    other.set_epoch(3)
+    assert [index for batch in loader for index in batch.tolist()] == list(other)
+
+
 def test_the_last_batch_ends_the_epoch() -> None:
     # Frameworks that know the length of a loader do not ask for more than its last batch.
     for drop_last in (False, True):

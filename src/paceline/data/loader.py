@@ -118,14 +118,15 @@ class _CountedBatches:
 
     def __next__(self) -> Any:
         batch = next(self._batches, _END)
-        # A DataLoader without workers begins to draw only now.
+        # A DataLoader without workers begins to draw only now. None: another epoch was asked for since the pass began.
         drawing = self._drawing = self._drawing or self._sampler.drawing
-        assert drawing is not None
         if batch is _END:
-            # This rank may have no sample at all in this pass, which is then over nevertheless.
-            drawing.counted_is_all = True
+            if drawing is not None:
+                # This rank may have no sample at all in this pass, which is then over nevertheless.
+                drawing.counted_is_all = True
             raise StopIteration
         self._n_batches += 1
-        size, drop_last = self._loader.batch_form()
-        drawing.count(self._n_batches, batch_size=size or 1, drop_last=drop_last)
+        if drawing is not None:
+            size, drop_last = self._loader.batch_form()
+            drawing.count(self._n_batches, batch_size=size or 1, drop_last=drop_last)
         return batch
