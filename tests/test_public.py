@@ -15,12 +15,13 @@ import pytest
 
 import paceline
 import paceline.control
+import paceline.data
 import paceline.hooks
 import paceline.testing
 
-PACKAGES = [paceline, paceline.hooks, paceline.control, paceline.testing]
+PACKAGES = [paceline, paceline.hooks, paceline.control, paceline.data, paceline.testing]
 # Modules that are public names of the package, in contrast to those that merely lie in it.
-PUBLIC_MODULES = {"errors", "hooks", "tracing", "transport"}
+PUBLIC_MODULES = {"data", "errors", "hooks", "tracing", "transport"}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -5,6 +5,7 @@ Each folder has one role, and imports run one way: a folder uses only those belo
 - ``testing``: a pool of live ranks, and faults that follow a script
 - ``integrations``: Lightning, Accelerate, transformers and Ray, which are imported only if a program uses them
 - ``run``: starts ranks, joins their process group, and looks at them
+- ``data``: which samples a rank gets, and numbers over all ranks
 - ``ddp``: :class:`DistributedDataParallel` and its parts, and torch's names for them
 - ``compiler``: compiled training, in which graphs report their gradients
 - ``tracing``: distributed objects and collectives inside ``torch.compile``
@@ -27,9 +28,11 @@ Importing the package changes five things in the process:
 
 # This comes first, because it says if torch does not fit.
 from paceline import torch_version as _torch_version  # noqa: F401  # isort: skip
-from paceline import errors, hooks, tracing, transport
+from paceline import data, errors, hooks, tracing, transport
 from paceline.compiler import compile_module as compile
 from paceline.compiler import explain
+from paceline.data import mean, total
+from paceline.ddp.load import load_state_dict
 from paceline.ddp.module import DDP, DistributedDataParallel
 from paceline.ddp.precision import MixedPrecision
 from paceline.ddp.replica_check import assert_replicas_equal
@@ -51,11 +54,15 @@ __all__ = [
     "SyncBatchNorm",
     "assert_replicas_equal",
     "compile",
+    "data",
     "errors",
     "explain",
     "hooks",
     "init",
+    "load_state_dict",
+    "mean",
     "shutdown",
+    "total",
     "tracing",
     "transport",
 ]

@@ -7,6 +7,7 @@ reading the files of this package. The rest of Paceline writes ``_torch.name``.
 from paceline._torch.autograd import *  # noqa: F403
 from paceline._torch.c10d import *  # noqa: F403
 from paceline._torch.compilation import *  # noqa: F403
+from paceline._torch.data import *  # noqa: F403
 from paceline._torch.dtensor import *  # noqa: F403
 from paceline._torch.dynamo_frames import *  # noqa: F403
 from paceline._torch.inductor import *  # noqa: F403

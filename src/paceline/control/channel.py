@@ -59,7 +59,8 @@ class Channel:
     collectives in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, number: int | None = None) -> None:
+        """``number`` is 0 for the one channel that belongs to no wrapper; the others are counted, from 1."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -72,7 +73,8 @@ class Channel:
         # for once, however long that takes: asking again would count again.
         store = dist.PrefixStore("paceline", _torch.group_store(group))
         try:
-            number = self.store_thread.run(store.add, f"channels/{self.rank}", 1, within_s=self.timeout_s)
+            if number is None:
+                number = self.store_thread.run(store.add, f"channels/{self.rank}", 1, within_s=self.timeout_s)
             # One rank made up this name, and all ranks share it: messages of another job or group do not fit here.
             self.job = self.store_thread.run(job_of, group, within_s=self.timeout_s)
             whole = self.job if world is group else self.store_thread.run(job_of, world, within_s=self.timeout_s)

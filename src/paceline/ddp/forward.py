@@ -25,6 +25,7 @@ from paceline.ddp.join import Joining
 from paceline.ddp.logging_data import Logbook
 from paceline.ddp.output_watch import OutputWatch
 from paceline.ddp.precision import Swap
+from paceline.ddp.same_inputs import SameInputs
 from paceline.ddp.sync_batchnorm import told_of_ours
 from paceline.ddp.verify import Verifier
 from paceline.gradients.outputs import needs_grad, plain_tensors, tie_to_graph
@@ -61,6 +62,7 @@ class Forward:
         self.mark = compiler.Mark(self)
         self._inside = compiler.Inside(self.mark)
         self._inside.listen(module, owner=reducer)
+        self._same_inputs: SameInputs | None = SameInputs(reducer.channel) if reducer.channel.size > 1 else None
         self._outer: list[Forward | None] = []
         """The forwards that were active when compiled graphs entered this one."""
 
@@ -87,6 +89,8 @@ class Forward:
         trains = torch.is_grad_enabled() and self._module.training
         reducer.channel.progress.begin_forward(trains=trains and reducer.enabled)
         reducer.origins.forward_ran |= trains and not reducer.roster.is_frozen()
+        if trains and self._same_inputs is not None and not self._same_inputs.see((inputs, kwargs)):
+            self._same_inputs = None
         if will_sync:
             self._logbook.count_iteration()
             reducer.telemetry.current.forward_start_ns = now_ns()
