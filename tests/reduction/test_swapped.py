@@ -1,4 +1,4 @@
-"""Parameters whose contents are swapped with those of another tensor stay parameters of the wrapper."""
+"""Parameters that torch swaps with another tensor, or replaces behind everybody's back, are reduced all the same."""
 
 import pytest
 import torch
@@ -72,6 +72,22 @@ def test_gradients_are_averaged_after_a_cast_that_swaps(rank, world_size, throug
     module.requires_grad_(True)
     for _ in range(2):
         _train(rank, ddp if through == "wrapper" else module, module, torch.float64)
+
+
+@pytest.mark.parametrize("cast", ["wrapper", "module"])
+@on_ranks()
+def test_gradients_are_averaged_after_a_cast_that_replaces(rank, world_size, cast):
+    module = _Sum()
+    ddp = DistributedDataParallel(module)
+    before = set(map(id, module.parameters()))
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        (ddp if cast == "wrapper" else module).double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert before.isdisjoint(map(id, module.parameters()))
+    for _ in range(2):
+        _train(rank, module, module, torch.float64)
 
 
 @on_ranks()

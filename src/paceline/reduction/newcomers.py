@@ -30,6 +30,7 @@ def watch() -> None:
     register_module_parameter_registration_hook(_parameter_registered)
     register_module_module_registration_hook(_module_registered)
     _torch.watch_swaps(_swapped)
+    _torch.watch_applications(_applied)
 
 
 def _parameter_registered(module: nn.Module, name: str, param: Tensor | None) -> None:
@@ -46,6 +47,11 @@ def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None
                 reducer.roster.expect_modules(submodule)
                 for param in submodule.parameters():
                     _expect(param, reducer)
+
+
+def _applied(module: nn.Module) -> None:
+    for param in _torch.parameters_of(module).values():
+        _parameter_registered(module, "", param)
 
 
 def _swapped(first: Tensor, second: Tensor) -> None:
