@@ -119,6 +119,22 @@ def test_a_wrapped_module_that_is_frozen_as_a_whole(run: Ranks, alone: bool) -> 
     run(_frozen_as_a_whole, alone)
 
 
+def _frozen_and_replaced(rank: int, size: int) -> None:
+    """The shared layer of a module that is frozen as a whole has other parameters by now."""
+    maker, critic = line(), Sum()
+    first, second = DDP(maker), DDP(critic)
+    critic.load_state_dict(critic.state_dict(), assign=True)
+    critic.requires_grad_(False)
+    second(first(inputs_of(rank)).expand(1, 3)).sum().backward()
+    assert maker.weight.grad is not None
+    assert second.stats()["steps"] == 0
+    assert first.stats()["steps"] == 1
+
+
+def test_a_module_that_is_frozen_as_a_whole_and_has_new_parameters(run: Ranks) -> None:
+    run(_frozen_and_replaced)
+
+
 # -- parameters that come later ------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[Sum], nn.Module]] = {

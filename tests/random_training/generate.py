@@ -229,7 +229,7 @@ def _cast(draft: _Draft) -> None:
 def _change(draft: _Draft) -> None:
     net = draft.net()
     draft.data += 1
-    what = draft.rng.choice(("add", "replace"))
+    what = draft.rng.choice(("add", "replace", "swap"))
     draft.ops.append(Change(net, what, data=draft.data, differs=draft.chance(0.15)))
     draft.step(draft.backward(net, way=draft.rng.choice(("wrapper", "wrapper", "module"))))
 
@@ -347,5 +347,7 @@ def generate(seed: int) -> Program:
 
 
 def _compilable(op: Op) -> Op:
-    """Without what torch.compile itself refuses: a second backward through a compiled graph, and raising in it."""
+    """Without what torch.compile itself refuses: a second backward through a compiled graph, raising in it, swaps."""
+    if isinstance(op, Change) and op.what == "swap":
+        return replace(op, what="replace")
     return replace(op, penalty=False, twice=False, fault=None) if isinstance(op, Backward) else op

@@ -157,10 +157,13 @@ class Cast(_Shown):
 
 @dataclass(frozen=True)
 class Change(_Shown):
-    """A parameter that is new after wrapping: of a layer that is added, or in the place of a layer's weight."""
+    """A parameter that is new after wrapping: of a layer that is added, in the place of a layer's weight, or inside it.
+
+    ``swap`` is what torch does to parameters instead of replacing them, if it is told to.
+    """
 
     net: int
-    what: Literal["add", "replace"]
+    what: Literal["add", "replace", "swap"]
     data: int
     # Whether each rank has its own values, which nobody has made equal.
     differs: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -221,6 +222,11 @@ class _Reference(Replica):
 
     def hook_after_accumulation(self, param: Tensor, hook: nets.PostHook) -> None:
         self._post_hooks.append((param, hook))
+
+    def swap(self, weight: Tensor, new: nn.Parameter) -> None:
+        super().swap(weight, new)
+        # torch takes no notice of hooks that are added to those from before the swap.
+        weight._post_accumulate_grad_hooks = OrderedDict()
 
     def forgets(self) -> None:
         self._forwarded = []

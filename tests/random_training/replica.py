@@ -268,8 +268,19 @@ class Replica(ABC):
             net.module.layers.append(layer)
         else:
             values = nets.numbers(self.program.seed, op.data, owner, shape=(width, width)) * 0.7
-            net.module.layers[-1].weight = nn.Parameter(values.to(dtype))
+            new = nn.Parameter(values.to(dtype))
+            if op.what == "replace":
+                net.module.layers[-1].weight = new
+            else:
+                self.swap(net.module.layers[-1].weight, new)
         net.optimizer = self._optimizer(net.wrapper)
+
+    def swap(self, weight: Tensor, new: nn.Parameter) -> None:
+        """Swap what is inside of these two."""
+        torch.utils.swap_tensors(weight, new)
+        for net in self.nets:
+            # It is the same object, and a new parameter.
+            net.met = [param for param in net.met if param is not weight]
 
 
 def _kept(tensor: Tensor) -> Tensor:

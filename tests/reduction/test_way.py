@@ -29,7 +29,9 @@ VALUES = {f"gradients/{name}.py" for name in ("layout", "ledger", "plan", "slots
     "control/progress.py",
 }
 # How a backward begins, what is learnt from it in the end, and what others do, is not a gradient's own way.
-AROUND = {f"reduction/{name}.py" for name in ("planner", "gradient_hooks", "turns", "usable")} | {"_torch/autograd.py"}
+AROUND = {f"reduction/{name}.py" for name in ("planner", "gradient_hooks", "one_thread", "turns", "usable")} | {
+    "_torch/autograd.py"
+}
 
 
 def _visits(rank, world_size, is_compiled):

@@ -59,6 +59,23 @@ def set_gradient_hooks(leaf: Tensor, hooks: GradientHooks) -> None:
     leaf._post_accumulate_grad_hooks = hooks
 
 
+def watch_swaps(swapped: Callable[[Tensor, Tensor], None]) -> None:
+    """Call ``swapped`` with any two tensors that have changed places, from now on.
+
+    All that swaps comes to this function: ``torch.utils.swap_tensors``, and the casts and ``load_state_dict`` of a
+    module if ``torch.__future__.set_swap_module_params_on_conversion`` is set. Autograd's hooks go with the contents,
+    while the objects that users hold stay, and torch has no hook for it.
+    """
+    swap = torch._C._swap_tensor_impl
+
+    @functools.wraps(swap)
+    def swap_and_tell(first: Tensor, second: Tensor) -> None:
+        swap(first, second)
+        swapped(first, second)
+
+    torch._C._swap_tensor_impl = swap_and_tell  # type: ignore[assignment]
+
+
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``target.copy_(source)`` for each pair in one call: a third of the cost of a Python loop."""
     torch._foreach_copy_(list(targets), list(sources))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -26,6 +27,23 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
+
+
+def watch_applications(applied: Callable[[nn.Module], None]) -> None:
+    """Call ``applied`` with every module that has been cast, moved or the like, from now on.
+
+    Casts may put new parameters into ``_parameters`` directly (``to_empty`` of meta tensors, and all casts if
+    ``torch.__future__.set_overwrite_module_params_on_conversion`` is set). Hooks on registration do not hear of that.
+    """
+    apply = nn.Module._apply
+
+    @functools.wraps(apply)
+    def apply_and_tell(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        result = apply(self, *args, **kwargs)
+        applied(self)
+        return result
+
+    nn.Module._apply = apply_and_tell  # type: ignore[method-assign]
 
 
 _IGNORED_MARK = "_ddp_ignored"

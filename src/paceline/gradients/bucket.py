@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline import _torch
+from paceline.errors import MisuseError
 from paceline.gradients.plan import BucketSpec
 from paceline.gradients.slots import Slot
 from paceline.gradients.strides import dense_stride, has_default_strides
@@ -36,6 +37,14 @@ def absorb(slots: Iterable[Slot], used: list[float], *, scale: float = 1.0, fact
     position. Deferred slots are copied in one call and stay unscaled: their bucket scales them when it is completed.
     ``factor`` is ``scale`` as a tensor of no dimensions, by which torch multiplies in half the time.
     """
+    slots = list(slots)
+    try:
+        return _absorb(slots, used, scale, factor)
+    except RuntimeError as error:
+        raise _misfit(slots) or error from None
+
+
+def _absorb(slots: list[Slot], used: list[float], scale: float, factor: Tensor | None) -> list[Slot]:
     views: list[Tensor] = []
     grads: list[Tensor] = []
     came: list[Slot] = []
@@ -87,6 +96,9 @@ def add(slot: Slot, grad: Tensor, scale: float = 1.0, factor: Tensor | None = No
     assert view is not None
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
+    if grad.shape != view.shape:
+        # The product below would make the view larger, beyond the bucket's end.
+        raise _misfit([slot]) or AssertionError(f"the gradient of {slot.name} has shape {tuple(grad.shape)}")
     if slot.filled:
         view.add_(grad, alpha=scale)
     elif grad is view:
@@ -104,6 +116,13 @@ def hand_out(slots: Sequence[Slot], used: Sequence[float] | None) -> None:
 
     ``used`` is by position. It is None if all ranks used all parameters and there is nothing else to see to.
     """
+    try:
+        _hand_out(slots, used)
+    except RuntimeError as error:
+        raise _misfit(slots) or error from None
+
+
+def _hand_out(slots: Sequence[Slot], used: Sequence[float] | None) -> None:
     if used is None:
         for slot in slots:
             slot.param.grad = slot.view
@@ -114,6 +133,27 @@ def hand_out(slots: Sequence[Slot], used: Sequence[float] | None) -> None:
             slot.hand_out(used=bool(count))
         slot.base = None
         slot.forget()
+
+
+def _misfit(slots: Iterable[Slot]) -> MisuseError | None:
+    """The error for the first parameter that is no longer like its place in the bucket; None if all are."""
+    for slot in slots:
+        param, view = slot.local, slot.view
+        # A tensor may ask for gradients in another dtype than its own.
+        wanted = getattr(slot.leaf, "grad_dtype", None) or param.dtype
+        if view is None or (param.shape == view.shape and wanted == view.dtype):
+            continue
+        if wanted != param.dtype:
+            return MisuseError(
+                f"Parameter {slot.name!r} is {param.dtype} and has {wanted} as its grad_dtype, but gradients are "
+                "averaged in the dtype of the parameter. Leave grad_dtype as it is."
+            )
+        return MisuseError(
+            f"Parameter {slot.name!r} has shape {tuple(param.shape)} and dtype {param.dtype}, but had shape "
+            f"{tuple(view.shape)} and dtype {view.dtype} when the buckets were made. An assignment to its .data is not "
+            "noticed. Assign a new nn.Parameter to the module instead."
+        )
+    return None
 
 
 class Bucket:

@@ -111,16 +111,32 @@ class Roster:
         self._dtypes = list(map(_dtype, self._samples))
         self._trainable = [param for param in self.params if param.requires_grad]
         self._frozen = [param for param in self.params if not param.requires_grad]
+        self._ids, self._swapped = seen, set[int]()
+
+    def swapped(self, param: Tensor) -> None:
+        """``param``, if it is one of ours, has got the contents of another tensor, so that it is a new parameter."""
+        if id(param) in self._ids:
+            self._swapped.add(id(param))
+
+    def has_kept(self) -> set[int]:
+        """The ids of the parameters whose values ranks have compared, or made equal."""
+        return self._ids - self._swapped
 
     def training(self) -> bool:
         return self._module.training
 
     def is_frozen(self) -> bool:
-        """Whether the module, as it is now, has no parameter that takes part and requires a gradient."""
+        """Whether no parameter that takes part requires a gradient.
+
+        The answer may be a wrong no: parameters that were replaced may have required one.
+        """
         # The first of these two checks nearly always ends at the first parameter.
-        return not any(map(_requires_grad, self.params)) and not any(
-            param.requires_grad for name, param in self._module.named_parameters() if name not in self._ignored
-        )
+        return not any(map(_requires_grad, self.params)) and self.is_frozen_now()
+
+    def is_frozen_now(self) -> bool:
+        """Whether the module, as it is now, has no parameter that takes part and requires a gradient."""
+        named = self._module.named_parameters()
+        return not any(param.requires_grad for name, param in named if name not in self._ignored)
 
     def name_now(self, param: Tensor) -> str | None:
         """The name of ``param`` in the module as it is now; None if it is not there or takes no part."""
@@ -176,7 +192,8 @@ class Roster:
         # This runs in every backward, so it is a sweep without a Python loop.
         try:
             same = (
-                not self._tree.changed()
+                not self._swapped
+                and not self._tree.changed()
                 and list(map(len, self._sized)) == self._sizes
                 and all(map(is_, map(getitem, self._dicts, self._keys), self._held))
                 and all(map(_requires_grad, self._trainable))
@@ -201,7 +218,7 @@ class Roster:
             (spec, param), (new_spec, new_param) = ours[name], theirs[name]
             if spec.requires_grad != new_spec.requires_grad:
                 told.append(f"{name!r} was {'unfrozen' if new_spec.requires_grad else 'frozen'}")
-            elif param is not new_param:
+            elif param is not new_param or id(param) in self._swapped:
                 told.append(f"{name!r} was replaced")
             elif spec.dtype != new_spec.dtype:
                 told.append(f"{name!r} was cast to {new_spec.dtype}")

@@ -137,6 +137,18 @@ def table_of(leaf: Tensor) -> HookTable:
     return table
 
 
+def keep_tables(first: Tensor, second: Tensor) -> None:
+    """Let each of two tensors that have been swapped have the hooks that it had before.
+
+    Autograd takes them from inside of the tensor, which has been swapped. The attribute still has those of before.
+    """
+    tables = [_torch.gradient_hooks(leaf) for leaf in (first, second)]
+    if any(isinstance(table, HookTable) for table in tables):
+        for leaf, table in zip((first, second), tables, strict=True):
+            # None would leave autograd with what it has.
+            _torch.set_gradient_hooks(leaf, OrderedDict() if table is None else table)
+
+
 @_torch.unseen_by_compiler
 def call_others(leaves: Iterable[Tensor]) -> None:
     """Call the hooks of others on these parameters, whose gradients are averages now."""

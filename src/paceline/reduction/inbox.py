@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from threading import get_ident
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from paceline import _torch
 from paceline.gradients.slots import Slot, Slots
 from paceline.reduction.gradient_hooks import HookKey, HookTable, add_hook, table_of
+from paceline.reduction.one_thread import OneThread
 
 # The most gradients in a batch. It bounds the memory of gradients that are ready and not yet in their buckets.
 BATCH = 32
@@ -60,11 +62,14 @@ class _Key(HookKey):
 
 
 class _Listening(NamedTuple):
-    """What belongs to a parameter that has a hook of ours. A stranger has no slot, and is not kept alive."""
+    """What belongs to a parameter that has a hook of ours.
 
-    table: HookTable
+    A stranger has no slot, and is not kept alive. It is the table that is referred to weakly, which lives as long as
+    the parameter: torch does not swap the contents of a tensor that has a weak reference.
+    """
+
     slot: Slot | None
-    stranger: weakref.ref[Tensor] | None = None
+    table: Callable[[], HookTable | None]
 
 
 class Inbox:
@@ -80,6 +85,7 @@ class Inbox:
         self._key = _Key(self)
         self.limit = 1
         """How many gradients make a batch. It is 1 between backwards, so that the next backward is noticed at once."""
+        self.thread = OneThread()
         self._in_backward = False
         self._averaging = False
         self._came = 0
@@ -111,7 +117,8 @@ class Inbox:
     def take_over(self) -> set[int]:
         """Own all parameters that have a hook of ours; return their ids."""
         for param_id, heard in self._listening.items():
-            heard.table.owner = self._key
+            if (table := heard.table()) is not None:
+                table.owner = self._key
             self.own(param_id)
         return set(self._listening)
 
@@ -130,7 +137,7 @@ class Inbox:
         listening, key = self._listening, self._key
         without_slot = {id(param): param for param in strangers if id(param) not in slots}
         for param_id in listening.keys() - slots.keys() - without_slot.keys():
-            listening.pop(param_id).table.take_out(key, param_id)
+            _take_out(listening.pop(param_id), key, param_id)
         for param_id, param in without_slot.items():
             if param_id not in listening or listening[param_id].slot is not None:
                 self.listen_to_stranger(param)
@@ -140,7 +147,7 @@ class Inbox:
             if param_id not in listening or listening[param_id].slot is not slot:
                 hook = hook_of(slot)
                 table = add_hook(slot.leaf, key, hook)
-                listening[param_id] = _Listening(table, slot)
+                listening[param_id] = _Listening(slot, _strong_ref(table))
                 slot.owned = table.owner is key
         if hook is not None:
             # Marking one hook is enough, since the mark is on the code that they share.
@@ -150,8 +157,8 @@ class Inbox:
         """Have a hook on ``param``, which has no slot."""
         listening, param_id = self._listening, id(param)
         # A program may put new parameters into the module again and again, so those that are gone are forgotten.
-        gone = weakref.ref(param, lambda ref: _forget(listening, param_id, ref))
-        listening[param_id] = _Listening(add_hook(param, self._key, self._stranger_hook), None, gone)
+        table = add_hook(param, self._key, self._stranger_hook)
+        listening[param_id] = _Listening(None, weakref.ref(table, lambda ref: _forget(listening, param_id, ref)))
 
     def stop_listening(self) -> None:
         _remove_all(self._listening, self._key)
@@ -173,12 +180,14 @@ class Inbox:
 
     def _hook_maker(self) -> Callable[[Slot], Callable[[Tensor], None]]:
         # There may be thousands of hooks. They have all this in common, and only the slot is their own.
-        slots, append = self._slots, self._slots.append
+        slots, append, thread = self._slots, self._slots.append, self.thread
 
         def hook(slot: Slot) -> Callable[[Tensor], None]:
             def grad_ready(param: Tensor) -> None:
                 if not slot.owned:
                     return
+                if get_ident() != thread.ident:
+                    thread.enter()
                 if slot.awaits_stand_in:
                     # This cannot wait: the stand-in must be gone before autograd adds something else to it.
                     recipient = self.recipient()
@@ -197,11 +206,22 @@ class Inbox:
 
 def _remove_all(listening: dict[int, _Listening], key: HookKey) -> None:
     for param_id, heard in listening.items():
-        heard.table.take_out(key, param_id)
+        _take_out(heard, key, param_id)
     listening.clear()
 
 
-def _forget(listening: dict[int, _Listening], param_id: int, ref: weakref.ref[Tensor]) -> None:
+def _strong_ref(table: HookTable) -> Callable[[], HookTable]:
+    """What is called as a weak reference is, and keeps the table."""
+    return lambda: table
+
+
+def _take_out(heard: _Listening, key: HookKey, param_id: int) -> None:
+    table = heard.table()
+    if table is not None:
+        table.take_out(key, param_id)
+
+
+def _forget(listening: dict[int, _Listening], param_id: int, ref: weakref.ref[HookTable]) -> None:
     # The id may be that of another parameter by now.
-    if param_id in listening and listening[param_id].stranger is ref:
+    if param_id in listening and listening[param_id].table is ref:
         del listening[param_id]

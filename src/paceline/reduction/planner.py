@@ -110,7 +110,7 @@ class Planner:
 
     def _compare_values(self, newer: Roster) -> None:
         """Raise on all ranks if parameters that have come since the module was wrapped differ between ranks."""
-        known = {id(param) for param in self.roster.params}
+        known = self.roster.has_kept()
         pairs = zip(newer.specs, newer.params, strict=True)
         new = {Held("parameter", spec.name): digest(param) for spec, param in pairs if id(param) not in known}
         # A rank may have replaced a parameter that another rank has kept.

@@ -125,6 +125,7 @@ class Reducer:
 
     def listen(self) -> None:
         if self.active:
+            self.inbox.thread.applies = all(spec.device == "cpu" for spec in self.roster.specs)
             self.inbox.listen_to(self.slots.by_id, self.roster.params)
 
     def stop_listening(self) -> None:
@@ -178,8 +179,12 @@ class Reducer:
     def _start_backward(self, came: Sequence[Slot] = (), *, stranger: str = "", through_forward: bool = False) -> None:
         """Begin a backward. Gradients of the slots ``came``, or of the parameter ``stranger``, have announced it."""
         check_usable(self)
-        self.origins.begin_backward(output_reached=through_forward)
         syncing = self.enabled and (through_forward or self.roster.training())
+        changed = syncing and self.roster.changed()
+        if changed and through_forward and self.roster.is_frozen_now():
+            return
+        self.inbox.thread.enter()
+        self.origins.begin_backward(output_reached=through_forward)
         if self.enabled and not syncing:
             self.origins.warn_of_eval()
         if syncing and torch.is_grad_enabled() and self.exchange.hook is not None:
@@ -197,7 +202,7 @@ class Reducer:
             if self.before_sync is not None:
                 self.before_sync()
             self.compare_if_due()
-            if self.roster.changed():
+            if changed:
                 self.adopt(self.planner.agree_on_change(step=self.telemetry.steps))
             self.planner.rebuild_if_due()
         if _torch.optimizers_in_backward() != self.planner.layout.optimizers_taken:
@@ -353,6 +358,7 @@ class Reducer:
 
     def _finish(self, backward: Backward) -> None:
         """Have the averages handed out, and learn from what all ranks said."""
+        self.inbox.thread.check()
         if backward.syncing:
             by_graph = backward.create_graph and self.exchange.hook is None
             status = average_with_graph(backward) if by_graph else backward.finish()
@@ -368,6 +374,7 @@ class Reducer:
                 raise ContractError("\n".join(f"Rank {rank}: {text}" for rank, text in enumerate(said) if text))
             if self.verify is not None:
                 self.verify(self.telemetry.steps, self.channel, backward.representative)
+        self.inbox.thread.leave()
         self.phase, self.backward = Phase.IDLE, None
 
     def shadow_backward(self) -> None:
@@ -405,6 +412,7 @@ class Reducer:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that something in here raised ``error``."""
         self.last_error = str(error)
+        self.inbox.thread.ident = 0
         if isinstance(error, DisagreementError):
             # All ranks raise it together, with nothing under way: the next step may go on.
             self.origins.end_backward()
@@ -412,8 +420,8 @@ class Reducer:
             self.phase, self.backward = Phase.IDLE, None
             return
         self.channel.report("backward", error)
-        if not isinstance(error, StateError):
-            # (A StateError is a wrong call: nothing was started because of it.)
+        if not isinstance(error, StateError) or self.inbox.thread.crossed:
+            # (Any other StateError is a wrong call: nothing was started because of it.)
             self.phase = Phase.BROKEN
             self._forget_backward()
 
@@ -428,6 +436,7 @@ class Reducer:
         """Drop what a backward that came to nothing has left behind."""
         self.inbox.take()
         self._stop_collecting()
+        self.inbox.thread.ident = 0
         self.on_finish.clear()
         slots = self.trainable()
         self.ledger.used = [0.0] * len(slots)
