@@ -11,7 +11,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import _torch
-from paceline.control import forks, hang, jobs, stacks
+from paceline.control import forks, hang, jobs, stacks, works
 from paceline.control.agree import WORD_LIMIT_BYTES, Agreement
 from paceline.control.board import Board
 from paceline.control.census import census_of, job_of
@@ -111,6 +110,7 @@ class Channel:
         )
         self._news_for_watch = News(self.inquiries.board, rank=self.rank, size=self.size)
         self._obituaries: set[int] = set()
+        self._on_device = works.DeviceWorks()
         self.heard: Failure | None = None
         """What the watch has heard about another rank. This rank looks at it before its next collective."""
         forks.tell(self)
@@ -289,6 +289,19 @@ class Channel:
             self._news_for_watch.give_up(failure)
         if failure is not None and (failure.final or failure.lost):
             self.heard = failure
+        self._look_at_device()
+
+    def _look_at_device(self) -> None:
+        """Notice that the device waits for others in vain: the host does not ([Note: waits on a device])."""
+        overdue = self._on_device.overdue(self.hang.after_s)
+        # If the host waits too, its own wait tells of the hang.
+        if overdue is not None and not self.progress.waiting_since:
+            doing, lasted_s = overdue
+            try:
+                PeerWait(self, f"{doing} (on the device)", timeout_s=self.timeout_s).tell_of_hang(lasted_s)
+            except RankLostError as error:
+                rank = self.rank if error.rank is None else error.rank
+                self.heard = Failure(rank, doing, "", str(error), final=True, lost=True)
 
     def check_news(self) -> None:
         """Raise what the watch has heard: there is no point in starting something that others will not join."""
@@ -350,50 +363,34 @@ class Channel:
 
     def _finish(self, work: dist.Work, doing: str, kept: Tensor) -> None:
         """Wait for a collective. ``kept`` lives until then, since not every backend holds on to what it sends."""
-        self.wait(work, doing)
+        self.wait(work, doing, device=kept.device)
 
     # -- waiting -------------------------------------------------------------------------------------
 
-    def wait(self, work: dist.Work, doing: str, *, excuse: Callable[[], bool] | None = None) -> None:
+    def wait(
+        self,
+        work: dist.Work,
+        doing: str,
+        *,
+        device: torch.device = works.HOST,
+        excuse: Callable[[], bool] | None = None,
+    ) -> None:
         """``work.wait()`` that ends with an error as soon as another rank has said that it failed.
 
-        Where ``wait()`` does not block the host (accelerator streams) it returns at once, as ever. ``excuse`` is called
-        now and then. If it returns True, the others may take longer, and neither the time-out nor the hang watch
-        counts. It may raise.
+        ``device`` is where the work's tensors are. If ``wait()`` does not block the host there, this returns at once,
+        and the device waits. ``excuse`` is called now and then. If it returns True, the others may take longer, and
+        neither the time-out nor the hang watch counts. It may raise.
         """
-
-        def attempt(timeout_s: float) -> bool:
-            try:
-                work.wait(timedelta(seconds=timeout_s))
-            except RuntimeError as error:
-                if "timed out" not in str(error).lower():
-                    raise
-                if not work.is_completed():
-                    return False
-                # The work ended, well or not, just after the time-out, so that the error above is only about the time.
-                work.wait()
-            return True
-
-        self._wait(attempt, doing, excuse)
+        if works.blocks_host(self.group, device):
+            self._wait(partial(works.has_ended, work), doing, excuse)
+        else:
+            self._wait(partial(works.has_let_stream_wait, work), doing)
+            self._on_device.add(work, doing)
 
     def wait_future(self, future: torch.futures.Future[T], doing: str) -> T:
         """``future.wait()`` that watches for failures in the same way."""
         if not future.done():
-            pause_s = 20e-6
-
-            def attempt(timeout_s: float) -> bool:
-                # A future has no wait with a time-out, and a callback would need the interpreter lock on
-                # the communication thread: short sleeps that grow are the cheapest thing left.
-                nonlocal pause_s
-                end = time.monotonic() + timeout_s
-                while not future.done():
-                    if time.monotonic() > end:
-                        return False
-                    time.sleep(pause_s)
-                    pause_s = min(pause_s * 1.5, 1e-3)
-                return True
-
-            self._wait(attempt, doing)
+            self._wait(works.future_ends(future), doing)
         try:
             return future.wait()
         except PeerError:

@@ -172,7 +172,7 @@ class Exchange:
         def finish() -> None:
             for work in works:
                 assert work is not None
-                channel.wait(work, f"the sparse gather of {what}")
+                channel.wait(work, f"the sparse gather of {what}", device=tensor.device)
             index = torch.cat([part[:n] for part, n in zip(all_indices, counts, strict=True)]).t()
             value = torch.cat([part[:n] for part, n in zip(all_values, counts, strict=True)])
             total = torch.sparse_coo_tensor(index, value, tensor.shape, check_invariants=False).coalesce()
