@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 from paceline import _torch
-from paceline.control import Channel, works
+from paceline.control import Channel, hang
+from paceline.control.peer_wait import PeerWait
+from paceline.control.works import HOST, blocks_host
 from paceline.errors import RankLostError
 from paceline.settings import HangWatch
 from tests.control._common import BUSY_S, group_store
 from tests.on_ranks import on_ranks
 
-DEVICE = torch.device("cuda")
-"""A device to name. Nothing here puts a tensor on it."""
+DEVICE = "cuda"
+"""A type of device to name. Nothing here puts a tensor on one."""
 
 
 class _DeviceWork(_torch.Work):
@@ -47,9 +49,15 @@ class _DeviceWork(_torch.Work):
 def _device_channel() -> Channel:
     """A channel of all ranks, over a backend for devices alone."""
     if "ordering" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("ordering", _new_group, extended_api=True, devices=[DEVICE.type])
+        dist.Backend.register_backend("ordering", _new_group, extended_api=True, devices=[DEVICE])
     group: Any = dist.new_group(backend="ordering")
     return Channel(group)
+
+
+def _unwatched() -> Channel:
+    """A channel for which the test hears what the watch would."""
+    with mock.patch.object(hang, "_settings", HangWatch("off")):
+        return _device_channel()
 
 
 def _new_group(options: Any, _: Any) -> dist.ProcessGroup:
@@ -68,15 +76,15 @@ def test_a_device_is_waited_for_once_and_without_a_time_out(rank: int, size: int
 def test_the_host_waits_a_short_time_again_and_again(rank: int, size: int) -> None:
     """gloo takes the tensors of a device to the host, and a wait for it blocks."""
     channel = Channel(dist.group.WORLD)
-    for device in (works.HOST, DEVICE):
-        assert works.blocks_host(channel.group, device)
+    for device in (HOST, DEVICE):
+        assert blocks_host(channel.group, device)
         if rank == 1:
             group_store().get(f"has looked {device}")
         summed = torch.ones(3)
         work = dist.all_reduce(summed, async_op=True)
         looks: list[None] = []
 
-        def look(device: torch.device = device, looks: list[None] = looks) -> None:
+        def look(device: str = device, looks: list[None] = looks) -> None:
             looks.append(None)
             if len(looks) == 2:
                 group_store().set(f"has looked {device}", "")
@@ -92,15 +100,15 @@ def test_the_host_waits_a_short_time_again_and_again(rank: int, size: int) -> No
 def test_the_watch_tells_of_a_device_that_waits_in_vain(rank: int, size: int, mode: str) -> None:
     channel = _device_channel()
     if rank == 0:
-        told, heard, work, look = io.StringIO(), threading.Event(), _DeviceWork(), channel._look_at_device
+        told, heard, work, hear = io.StringIO(), threading.Event(), _DeviceWork(), channel.hear
         channel.hang = HangWatch(mode, 0.01)
 
-        def look_and_tell() -> None:
-            look()
+        def hear_and_tell() -> None:
+            hear()
             if "has waited" in told.getvalue() or channel.heard is not None:
                 heard.set()
 
-        with contextlib.redirect_stderr(told), mock.patch.object(channel, "_look_at_device", look_and_tell):
+        with contextlib.redirect_stderr(told), mock.patch.object(channel, "hear", hear_and_tell):
             channel.wait(work, "the all-reduce of the test", device=DEVICE)
             assert heard.wait(BUSY_S)
         if mode == "observe":
@@ -114,23 +122,25 @@ def test_the_watch_tells_of_a_device_that_waits_in_vain(rank: int, size: int, mo
     dist.barrier()
 
 
-def test_the_last_collective_is_told_of_once() -> None:
-    sent, work = works.DeviceWorks(), _DeviceWork()
-    sent.add(work, "an earlier one")
-    sent.add(work, "the last one")
-    assert sent.overdue(1e9) is None
-    told = sent.overdue(0.0)
-    assert told is not None
-    assert told[0] == "the last one"
-    assert sent.overdue(0.0) is None
+@on_ranks()
+def test_a_hang_of_the_device_is_told_of_once(rank: int, size: int) -> None:
+    channel, work = _unwatched(), _DeviceWork()
+    channel.wait(_DeviceWork(), "an earlier one", device=DEVICE)
+    channel.wait(work, "the last one", device=DEVICE)
+    channel.hang = HangWatch("observe", 1e-9)
+    with mock.patch.object(PeerWait, "tell_of_hang", autospec=True) as told:
+        for _ in range(3):
+            channel.hear()
+    assert [call.args[0]._doing for call in told.call_args_list] == ["the last one (on the device)"]
 
 
-def test_what_has_ended_is_let_go_of() -> None:
+@on_ranks()
+def test_what_the_device_has_done_is_let_go_of(rank: int, size: int) -> None:
     """Its tensors may be large."""
-    sent, work = works.DeviceWorks(), _DeviceWork()
-    sent.add(work, "the last one")
+    channel, work = _unwatched(), _DeviceWork()
     work.is_over.set()
-    assert sent.overdue(0.0) is None
+    channel.wait(work, "the last one", device=DEVICE)
+    channel.hear()
     kept = weakref.ref(work)
     del work
     gc.collect()

@@ -1,4 +1,4 @@
-"""Collectives that are under way: how long the host waits for one, or that it does not wait at all.
+"""Collectives that are under way: whether the host waits for them, and what the watch sees of those of a device.
 
 [Note: waits on a device]
 The host waits for a collective of its own memory a short time, again and again, and looks at the other ranks in
@@ -11,14 +11,22 @@ then but the watch, which also looks whether the last collective comes to its en
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-HOST = torch.device("cpu")
+from paceline.control.failure import Failure
+from paceline.control.peer_wait import PeerWait
+from paceline.errors import RankLostError
+
+if TYPE_CHECKING:
+    from paceline.control.channel import Channel
+
+HOST = "cpu"
+"""The type of device that the host's own tensors are on."""
 
 
 def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
@@ -27,29 +35,9 @@ def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
     return next((backend for device, _, backend in pairs if device == device_type), "")
 
 
-def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+def blocks_host(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether ``work.wait()`` blocks the host: gloo takes tensors of a device to the host, and waits there."""
-    return device.type == HOST.type or backend_for(group, device.type) == dist.Backend.GLOO
-
-
-def has_ended(work: dist.Work, within_s: float) -> bool:
-    """Wait for ``work``, which blocks the host, for so long. It raises what the work has failed with."""
-    try:
-        work.wait(timedelta(seconds=within_s))
-    except RuntimeError as error:
-        if "timed out" not in str(error).lower():
-            raise
-        if not work.is_completed():
-            return False
-        # The work ended, well or not, just after the time-out, so that the error above is only about the time.
-        work.wait()
-    return True
-
-
-def has_let_stream_wait(work: dist.Work, _: float) -> bool:
-    """Make the device's current stream wait for ``work``; the host does not ([Note: waits on a device])."""
-    work.wait()
-    return True
+    return device_type == HOST or backend_for(group, device_type) == dist.Backend.GLOO
 
 
 def future_ends(future: torch.futures.Future[Any]) -> Callable[[float], bool]:
@@ -78,30 +66,38 @@ class _Sent(NamedTuple):
 
 
 class DeviceWorks:
-    """The collectives that a device does while the host goes on. Only the last one is kept, as it ends last."""
+    """The collectives that the device does for a channel. Only the last one is kept, since it ends last."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = weakref.ref(channel)
         self._last: _Sent | None = None
         self._told_of: dist.Work | None = None
 
     def add(self, work: dist.Work, doing: str) -> None:
         self._last = _Sent(work, doing, time.monotonic())
 
-    def overdue(self, after_s: float) -> tuple[str, float] | None:
-        """What the device has been doing for more than ``after_s``, told once, and for how long; None if it is not.
-
-        The watch calls this. A collective that has ended is let go of, and with it the memory that it holds.
-        """
-        sent = self._last
-        if sent is None:
-            return None
-        if sent.work.is_completed():
-            # The host may have sent another one by now.
-            if self._last is sent:
-                self._last = None
-            return None
-        lasted_s = time.monotonic() - sent.at_s
-        if lasted_s <= after_s or self._told_of is sent.work:
+    def look(self) -> Failure | None:
+        """Tell of a device that waits for others in vain; called by the watch. A failure ends what this rank does."""
+        channel = self._channel()
+        # If the host waits too, its own wait tells of the hang.
+        if channel is None or channel.progress.waiting_since or (sent := self._overdue(channel.hang.after_s)) is None:
             return None
         self._told_of = sent.work
-        return sent.doing, lasted_s
+        wait = PeerWait(channel, f"{sent.doing} (on the device)", timeout_s=channel.timeout_s)
+        try:
+            wait.tell_of_hang(time.monotonic() - sent.at_s)
+        except RankLostError as error:
+            rank = channel.rank if error.rank is None else error.rank
+            return Failure(rank, sent.doing, "", str(error), final=True, lost=True)
+        return None
+
+    def _overdue(self, after_s: float) -> _Sent | None:
+        """What the device has not done in that time, and was not told of; what it has done is let go of."""
+        sent = self._last
+        if sent is None or not sent.work.is_completed():
+            late = sent is not None and time.monotonic() - sent.at_s > after_s and sent.work is not self._told_of
+            return sent if late else None
+        # The work holds memory. The host may have sent another one by now.
+        if self._last is sent:
+            self._last = None
+        return None
