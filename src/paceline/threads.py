@@ -28,8 +28,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PREFIX = "paceline-"
 """What the name of every thread begins with."""
@@ -108,6 +111,20 @@ def start(target: Callable[..., object], *args: Any, name: str, stop: Callable[[
         _threads.add(thread)
         _has_started = True
     return thread
+
+
+def outcome_of(make: Callable[[], T], *, name: str, within_s: float) -> Future[T]:
+    """What ``make`` will have returned or raised on a thread of its own, which cannot be told to stop."""
+    outcome: Future[T] = Future()
+    start(_run, make, outcome, name=name, stop=lambda: None, within_s=within_s)
+    return outcome
+
+
+def _run(make: Callable[[], T], outcome: Future[T]) -> None:
+    try:
+        outcome.set_result(make())
+    except BaseException as error:
+        outcome.set_exception(error)
 
 
 def end_all() -> list[Thread]:

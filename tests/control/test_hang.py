@@ -95,7 +95,7 @@ def _hang(rank: int, size: int, how: str, mode: str) -> dict[str, Any]:
     with _patience(is_answered=how in ("loader", "parted")):
         try:
             tell = _tell_and_go_on if mode == "observe" else _tell_of_hang
-            with mock.patch("sys.stderr", seen), mock.patch.object(PeerWait, "_tell_of_hang", tell):
+            with mock.patch("sys.stderr", seen), mock.patch.object(PeerWait, "tell_of_hang", tell):
                 ddp(torch.ones(1, 4)).sum().backward()
         except RankLostError as error:
             told = f"{error} ({error.rank})"
@@ -121,7 +121,7 @@ def _directory(channel: Channel) -> Path:
     return channel.progress.path.parent
 
 
-_tell_of_hang = PeerWait._tell_of_hang
+_tell_of_hang = PeerWait.tell_of_hang
 
 
 def _tell_and_go_on(wait: PeerWait, waited_s: float) -> None:

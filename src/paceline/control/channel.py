@@ -27,12 +27,14 @@ from paceline.control.census import census_of, job_of
 from paceline.control.difference import describe_difference, read_rows
 from paceline.control.failure import MESSAGE_LIMIT, Failure, News, failure_of
 from paceline.control.hang import Inquiries
+from paceline.control.host_connections import HostConnections
 from paceline.control.last_words import speak_for
 from paceline.control.peer_wait import PATIENCE_S, PeerWait, is_of_a_backend, is_time_out
 from paceline.control.progress import Progress
 from paceline.control.store_line import StoreLine
 from paceline.control.store_thread import store_threads_of
 from paceline.control.wire import MessageKind
+from paceline.control.works import HOST, DeviceWorks, backend_for, blocks_host, future_ends
 from paceline.errors import (
     DisagreementError,
     LoneForwardError,
@@ -113,6 +115,9 @@ class Channel:
         )
         self._news_for_watch = News(self.inquiries.board, rank=self.rank, size=self.size)
         self._obituaries: set[int] = set()
+        self._on_device = DeviceWorks(self)
+        self._group_takes_host = bool(backend_for(group, HOST))
+        self._hosts = HostConnections(self, self._board.store)
         self.heard: Failure | None = None
         """What the watch has heard about another rank. This rank looks at it before its next collective."""
         forks.tell(self)
@@ -291,6 +296,7 @@ class Channel:
             self._news_for_watch.give_up(failure)
         if failure is not None and (failure.final or failure.lost):
             self.heard = failure
+        self.heard = self._on_device.look() or self.heard
 
     def check_news(self) -> None:
         """Raise what the watch has heard: there is no point in starting something that others will not join."""
@@ -338,7 +344,10 @@ class Channel:
         self._check_is_rank()
         # The size of a sparse tensor's rows is compared between ranks, but not their number, which may differ.
         self.progress.start(kind, what, tensor.values()[:0] if tensor.is_sparse else tensor)
-        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        if self._group_takes_host or tensor.device.type != HOST:
+            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        else:
+            work = self._hosts.all_reduce(tensor, op)
         assert work is not None
         return partial(self._finish, work, f"the {kind} of {what}", tensor)
 
@@ -346,23 +355,32 @@ class Channel:
         """Begin to give all ranks the ``tensor`` of rank ``source``. The function that this returns waits for it."""
         self._check_is_rank()
         self.progress.start("broadcast", what, tensor)
-        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        if self._group_takes_host or tensor.device.type != HOST:
+            work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        else:
+            work = self._hosts.broadcast(tensor, source=source)
         assert work is not None
         return partial(self._finish, work, f"the broadcast of {what}", tensor)
 
     def _finish(self, work: dist.Work, doing: str, kept: Tensor) -> None:
         """Wait for a collective. ``kept`` lives until then, since not every backend holds on to what it sends."""
-        self.wait(work, doing)
+        self.wait(work, doing, device=kept.device.type)
 
     # -- waiting -------------------------------------------------------------------------------------
 
-    def wait(self, work: dist.Work, doing: str, *, excuse: Callable[[], bool] | None = None) -> None:
+    def wait(
+        self, work: dist.Work, doing: str, *, device: str = HOST, excuse: Callable[[], bool] | None = None
+    ) -> None:
         """``work.wait()`` that ends with an error as soon as another rank has said that it failed.
 
-        Where ``wait()`` does not block the host (accelerator streams) it returns at once, as ever. ``excuse`` is called
-        now and then. If it returns True, the others may take longer, and neither the time-out nor the hang watch
-        counts. It may raise.
+        ``device`` is the type of device that the work's tensors are on. If ``wait()`` does not block the host there,
+        this returns at once. ``excuse`` is called now and then. If it returns True, the others may take longer, and
+        neither the time-out nor the hang watch counts. It may raise.
         """
+        if device != HOST and not blocks_host(self.group, device):
+            self._wait(lambda _: work.wait(), doing)
+            self._on_device.add(work, doing)
+            return
 
         def attempt(timeout_s: float) -> bool:
             try:
@@ -381,21 +399,7 @@ class Channel:
     def wait_future(self, future: torch.futures.Future[T], doing: str) -> T:
         """``future.wait()`` that watches for failures in the same way."""
         if not future.done():
-            pause_s = 20e-6
-
-            def attempt(timeout_s: float) -> bool:
-                # A future has no wait with a time-out, and a callback would need the interpreter lock on
-                # the communication thread: short sleeps that grow are the cheapest thing left.
-                nonlocal pause_s
-                end = time.monotonic() + timeout_s
-                while not future.done():
-                    if time.monotonic() > end:
-                        return False
-                    time.sleep(pause_s)
-                    pause_s = min(pause_s * 1.5, 1e-3)
-                return True
-
-            self._wait(attempt, doing)
+            self._wait(future_ends(future), doing)
         try:
             return future.wait()
         except PeerError:

@@ -45,11 +45,11 @@ def digest(tensor: Tensor) -> Tensor:
     return total + _signed(tensor.numel() * _MORE + tensor.element_size())
 
 
-def combine(digests: Iterable[Tensor | int], *, device: torch.device) -> Tensor:
-    """One digest of several, in their order."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
+def combine(digests: Iterable[Tensor | int]) -> Tensor:
+    """One digest of several, in their order, on the CPU."""
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
     for one in digests:
-        total = total * _ROW + (one if isinstance(one, int) else one.to(device)) + _COLUMN
+        total = total * _ROW + (one if isinstance(one, int) else one.cpu()) + _COLUMN
     return total
 
 

@@ -112,7 +112,7 @@ class PeerWait(Waiter):
         lasted_s = now - self._start
         if not self._told and lasted_s > self._channel.hang.after_s:
             self._told = True
-            self._tell_of_hang(lasted_s)
+            self.tell_of_hang(lasted_s)
 
     def _hear(self, now: float) -> None:
         failure = self._channel.news()
@@ -144,7 +144,7 @@ class PeerWait(Waiter):
                 rank=lost[0] if len(lost) == 1 else None,
             )
 
-    def _tell_of_hang(self, waited_s: float) -> None:
+    def tell_of_hang(self, waited_s: float) -> None:
         """Say who waits for whom: raise an error, or have the first rank that is not to blame print it on stderr."""
         channel = self._channel
         report = self._report()

@@ -345,7 +345,7 @@ class TorchNames:
     # -- join ----------------------------------------------------------------------------------------
 
     def _find_common_rank(self: Any, input_rank: int, rank_cond: bool) -> int:
-        return highest_rank(rank_cond, rank=input_rank, channel=self.channel, device=self.placement.device)
+        return highest_rank(rank_cond, rank=input_rank, channel=self.channel)
 
     def _sync_final_model(self: Any, is_last_joiner: bool) -> None:
         self.joining.end(self, is_last_joiner=is_last_joiner)

@@ -38,13 +38,13 @@ class JoinWord(NamedTuple):
 SILENCE = JoinWord(sync_gradients=False, sync_buffers=False, rank=-1)
 
 
-def highest_rank(condition: bool, *, rank: int, channel: Channel, device: torch.device) -> int:
+def highest_rank(condition: bool, *, rank: int, channel: Channel) -> int:
     """The highest rank for which ``condition`` holds; -1 if there is none."""
-    return _highest([rank if condition else -1], channel=channel, device=device)[0]
+    return _highest([rank if condition else -1], channel=channel)[0]
 
 
-def _highest(numbers: list[int], *, channel: Channel, device: torch.device) -> list[int]:
-    said = torch.tensor(numbers, device=device)
+def _highest(numbers: list[int], *, channel: Channel) -> list[int]:
+    said = torch.tensor(numbers, device="cpu")
     channel.start_all_reduce(said, "the word of join()", op=dist.ReduceOp.MAX)()
     return said.tolist()
 
@@ -61,12 +61,9 @@ class JoinableWrapper(Protocol):
 class Joining:
     """What a wrapper does inside ``join()``, and what it knows of the ``join()`` that it was last in."""
 
-    def __init__(
-        self, wrapper: Joinable, reducer: Reducer, buffers: BufferSync, switches: Switches, *, device: torch.device
-    ) -> None:
+    def __init__(self, wrapper: Joinable, reducer: Reducer, buffers: BufferSync, switches: Switches) -> None:
         self._wrapper = weakref.ref(wrapper)
         self._reducer, self._buffers, self._switches = reducer, buffers, switches
-        self._device = device
         self.divide_by_initial_world_size = True
         self.alone = False
         """Whether there are no other joinables. Then backwards have a word of their own."""
@@ -113,7 +110,7 @@ class Joining:
     def exchange(self, word: JoinWord) -> JoinWord:
         """Say ``word``, and hear what all ranks have said."""
         numbers = [int(word.sync_gradients), int(word.sync_buffers), word.rank]
-        gradients, buffers, rank = _highest(numbers, channel=self._reducer.channel, device=self._device)
+        gradients, buffers, rank = _highest(numbers, channel=self._reducer.channel)
         return JoinWord(bool(gradients), bool(buffers), rank)
 
     def follow(self) -> None:
@@ -130,7 +127,7 @@ class Joining:
     def end(self, wrapper: JoinableWrapper, *, is_last_joiner: bool) -> None:
         """All have joined: give all ranks the model of the highest rank that joined last."""
         reducer, channel = self._reducer, self._reducer.channel
-        source = highest_rank(is_last_joiner, rank=channel.rank, channel=channel, device=self._device)
+        source = highest_rank(is_last_joiner, rank=channel.rank, channel=channel)
         self.authoritative_rank = source
         wrapper._broadcast_state(source=source, with_buffers=self._switches.forward_sync_buffers)
         reducer.weighing.by_participants = reducer.weighing.apart = False

@@ -180,14 +180,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         verifier: Verifier | None = None
         if arguments.verify_every and channel.size > 1:
             ignored = frozenset(self.parameters_to_ignore)
-            digests_device = reducer.exchange.status_device(roster.params[0].device)
-            verifier = Verifier(self.module, every=arguments.verify_every, ignored=ignored, device=digests_device)
+            verifier = Verifier(self.module, every=arguments.verify_every, ignored=ignored)
             reducer.verify = verifier.backward_ended
         self._swap: Swap | None = None
         self.logbook = Logbook()
         device = self.placement.device
         self.buffer_sync = BufferSync(self.module_buffers, reducer, self.switches)
-        self.joining = Joining(self, reducer, self.buffer_sync, self.switches, device=device)
+        self.joining = Joining(self, reducer, self.buffer_sync, self.switches)
         self._forward = Forward(
             self,
             self.module,

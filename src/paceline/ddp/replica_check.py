@@ -32,14 +32,13 @@ def assert_replicas_equal(model: nn.Module, *, optimizer: Optimizer | None = Non
     channel, module, ignored = _parts_of(model)
     params = {name: param for name, param in module.named_parameters() if name not in ignored}
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
-    device = next(iter([*params.values(), *buffers.values()]), torch.empty(0)).device
     rows: dict[Held, Tensor] = {Held(PARAMETER, name): digest(param) for name, param in params.items()}
     rows |= {Held(BUFFER, name): digest(buffer) for name, buffer in buffers.items()}
     if optimizer is not None:
-        states = optimizer_digests(params, [optimizer], device)
-        none = torch.tensor(NO_OPINION, device=device)
+        states = optimizer_digests(params, [optimizer])
+        none = torch.tensor(NO_OPINION, device="cpu")
         rows |= {Held(OPTIMIZER, name): states.get(name, none) for name in params}
-    found = compare(channel, list(rows), torch.stack([row.to(device) for row in rows.values()])) if rows else None
+    found = compare(channel, list(rows), torch.stack([row.cpu() for row in rows.values()])) if rows else None
     if found is not None:
         raise ReplicaMismatchError(f"Replicas differ. The first difference: {found}.")
 

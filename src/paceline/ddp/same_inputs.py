@@ -38,15 +38,16 @@ class SameInputs:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._digests: list[Tensor] = []
+        self._digests: list[list[Tensor]] = []
+        """Of each forward, those of its tensors. They are read when all are there, as reading waits for a device."""
 
     def see(self, inputs: Any) -> bool:
         """Look at the ``inputs`` of a training forward. Returns whether it wants to see those of the next one."""
         try:
-            self._digests.append(_digest_of(inputs))
+            self._digests.append(_digests_of(inputs))
             if len(self._digests) < FORWARDS:
                 return True
-            found = [int(one) for one in self._digests]
+            found = [int(combine(digests)) for digests in self._digests]
         except Exception:
             # Inputs may be anything, such as tensors inside of a transformation, whose bytes nobody can read.
             return False
@@ -78,10 +79,11 @@ class SameInputs:
         )
 
 
-def _digest_of(inputs: Any) -> Tensor:
-    """A digest of all tensors in ``inputs``, on the device of the first one. Raises if there is none."""
+def _digests_of(inputs: Any) -> list[Tensor]:
+    """Digests of all tensors in ``inputs``, each on its own device. Raises if there is none."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("What is captured into a graph is run again later, with other inputs.")
     tensors = [tensor for tensor in find_tensors(inputs) if tensor.layout is torch.strided and tensor.numel()]
-    digests = [digest(tensor.detach().flatten()[:_ELEMENTS]) for tensor in tensors]
-    return combine(digests, device=tensors[0].device)
+    if not tensors:
+        raise ValueError("There is nothing to compare.")
+    return [digest(tensor.detach().flatten()[:_ELEMENTS]) for tensor in tensors]

@@ -35,13 +35,12 @@ PARAMETER, BUFFER, OPTIMIZER, GRADIENT, GIVEN = (
 class Verifier:
     """Compares the replicas of one wrapper now and then."""
 
-    def __init__(self, module: nn.Module, *, every: int, ignored: frozenset[str], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, *, every: int, ignored: frozenset[str]) -> None:
         self.every = every
         self.last_equal = 0
         """The step after whose backward the replicas were last seen to be equal; 0 if that was when they were made."""
         self._module = weakref.ref(module)
         self._ignored = ignored
-        self._device = device
         self._steps = 0
         # They are in the order of their first steps, which is the same on all ranks. A set would have its own order.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
@@ -87,12 +86,12 @@ class Verifier:
         rows: dict[Held, Tensor] = {Held(PARAMETER, name): digest(param) for name, param in params.items()}
         buffers = [name for name, _ in module.named_buffers() if name not in self._ignored]
         rows |= {Held(BUFFER, name): self._opinion(self._buffers.get(name)) for name in buffers}
-        states = optimizer_digests(params, list(self._optimizers), self._device)
+        states = optimizer_digests(params, list(self._optimizers))
         rows |= {Held(OPTIMIZER, name): self._opinion(states.get(name)) for name in params}
         rows |= {Held(GIVEN, name): self._opinion(self._given.get(name)) for name in params}
         rows |= {Held(GRADIENT, name): _of_gradient(param) for name, param in params.items()}
         self._given, self._buffers = {}, {}
-        digests = torch.stack([row.to(self._device) for row in rows.values()])
+        digests = torch.stack([row.cpu() for row in rows.values()])
         if not takes_part:
             digests.fill_(NO_OPINION)
         found = compare(channel, list(rows), digests)
@@ -124,7 +123,7 @@ class Verifier:
         return {name: param for name, param in module.named_parameters() if name not in self._ignored}
 
     def _opinion(self, found: Tensor | None) -> Tensor:
-        return torch.tensor(NO_OPINION, device=self._device) if found is None else found
+        return torch.tensor(NO_OPINION, device="cpu") if found is None else found
 
 
 def _step_hook(ref: weakref.ref[Verifier], *, with_closure: bool) -> Any:
@@ -143,9 +142,7 @@ def _of_gradient(param: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=param.device) if param.grad is None else digest(param.grad)
 
 
-def optimizer_digests(
-    params: Mapping[str, Tensor], optimizers: list[Optimizer], device: torch.device
-) -> dict[str, Tensor]:
+def optimizer_digests(params: Mapping[str, Tensor], optimizers: list[Optimizer]) -> dict[str, Tensor]:
     """For each parameter, a digest of what optimizers remember of it and of their options for it."""
     names = {id(param): name for name, param in params.items()}
     found: dict[str, list[Tensor | int]] = {}
@@ -157,7 +154,7 @@ def optimizer_digests(
                     state = optimizer.state[param]
                     parts = [_of_value(state[key]) for key in sorted(state, key=str)]
                     found.setdefault(names[id(param)], []).extend([*options, *parts])
-    return {name: combine(parts, device=device) for name, parts in found.items()}
+    return {name: combine(parts) for name, parts in found.items()}
 
 
 def _of_value(value: object) -> Tensor | int:

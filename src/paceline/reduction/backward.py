@@ -255,8 +255,7 @@ class Backward:
 
     def start_status(self) -> tuple[Tensor, Finish]:
         """Send the status by itself, beside the buckets. The numbers are everybody's once it has been waited for."""
-        device = self.exchange.status_device(self.layout.slots[0].local.device)
-        numbers = torch.empty(self.layout.status_code.numel, dtype=torch.float64, device=device)
+        numbers = torch.empty(self.layout.status_code.numel, dtype=torch.float64, device="cpu")
         self.layout.status_code.write(self.local_status(), numbers)
         return numbers, self.exchange.start_status(numbers)
 

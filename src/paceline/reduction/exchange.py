@@ -73,14 +73,8 @@ class Exchange:
             and param.device.type == "cpu"
         )
 
-    def status_device(self, device: torch.device) -> torch.device:
-        """Where the status travels: on the host if the group can, since reading it must not stall a device."""
-        if device.type != "cpu" and "cpu:" in str(dist.get_backend_config(self.group)):
-            return torch.device("cpu")
-        return device
-
     def start_status(self, numbers: Tensor) -> Finish:
-        """Sum a status that travels beside the buckets."""
+        """Sum a status that travels beside the buckets, from host to host ([Note: what the host has to know])."""
         if self.size == 1:
             return lambda: None
         return self.channel.start_all_reduce(numbers, "the status")
@@ -144,7 +138,7 @@ class Exchange:
     def gather_sparse(self, tensor: Tensor, what: str, deliver: Callable[[Tensor], None]) -> Finish:
         """Gather everybody's rows, padded, and add them up, for backends that cannot sum sparse tensors."""
         channel, group, size = self.channel, self.group, self.size
-        lengths = torch.zeros(size, dtype=torch.long, device=tensor.device)
+        lengths = torch.zeros(size, dtype=torch.long, device="cpu")
         lengths[channel.rank] = len(tensor.values())
         self.channel.start_all_reduce(lengths, f"the row counts of {what}")()
         counts = lengths.tolist()
@@ -172,7 +166,7 @@ class Exchange:
         def finish() -> None:
             for work in works:
                 assert work is not None
-                channel.wait(work, f"the sparse gather of {what}")
+                channel.wait(work, f"the sparse gather of {what}", device=tensor.device.type)
             index = torch.cat([part[:n] for part, n in zip(all_indices, counts, strict=True)]).t()
             value = torch.cat([part[:n] for part, n in zip(all_values, counts, strict=True)])
             total = torch.sparse_coo_tensor(index, value, tensor.shape, check_invariants=False).coalesce()

@@ -115,8 +115,7 @@ class Planner:
         new = {Held("parameter", spec.name): digest(param) for spec, param in pairs if id(param) not in known}
         # A rank may have replaced a parameter that another rank has kept.
         self._exchange.channel.compare("new parameters", [[held.name] for held in new], ["name"])
-        device = self._exchange.status_device(newer.params[0].device)
-        digests = torch.stack([value.to(device) for value in new.values()]) if new else torch.empty(0)
+        digests = torch.stack([value.cpu() for value in new.values()]) if new else torch.empty(0)
         found = replicas.compare(self._exchange.channel, list(new), digests)
         if found is not None:
             raise ReplicaMismatchError(
@@ -174,8 +173,7 @@ class Planner:
 
     def _order_of_rank_0(self, order: list[int]) -> list[int]:
         exchange = self._exchange
-        device = exchange.status_device(self.layout.slots[0].local.device)
-        shared = torch.tensor(order, dtype=torch.int64, device=device)
+        shared = torch.tensor(order, dtype=torch.int64, device="cpu")
         exchange.channel.start_broadcast(shared, "the order of buckets", source=0)()
         theirs: list[int] = shared.tolist()
         if sorted(theirs) != sorted(order):

@@ -26,18 +26,10 @@ def connect(make: Callable[[], Any], reports: PeerReports) -> Any:
 
     If such an error is raised, the thread is left behind. It ends with the time-out of what it waits for.
     """
-    outcome: futures.Future[Any] = futures.Future()
-    threads.start(_run, make, outcome, name="connecting", stop=lambda: None, within_s=_END_S)
+    outcome = threads.outcome_of(make, name="connecting", within_s=_END_S)
     began = time.monotonic()
     while not futures.wait([outcome], _PAUSE_S).done:
         found = reports.find(0) if time.monotonic() - began > _PATIENCE_S else None
         if found is not None:
             raise found.error()
     return outcome.result()
-
-
-def _run(make: Callable[[], Any], outcome: futures.Future[Any]) -> None:
-    try:
-        outcome.set_result(make())
-    except BaseException as error:
-        outcome.set_exception(error)
