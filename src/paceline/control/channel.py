@@ -34,7 +34,7 @@ from paceline.control.progress import Progress
 from paceline.control.store_line import StoreLine
 from paceline.control.store_thread import store_threads_of
 from paceline.control.wire import MessageKind
-from paceline.control.works import HOST, DeviceWorks, backend_for, blocks_host, future_ends
+from paceline.control.works import HOST, DeviceWorks, blocks_host, future_ends
 from paceline.errors import (
     DisagreementError,
     LoneForwardError,
@@ -71,20 +71,16 @@ class Channel:
         world = dist.group.WORLD or group
         store_threads = store_threads_of(group)
         self.store_thread = store_threads.own
-        # The count of this rank's channels is kept in the store, because it begins and ends with the group. It is asked
-        # for once, however long that takes: asking again would count again.
         store = dist.PrefixStore("paceline", _torch.group_store(group))
         try:
-            if number is None:
-                number = self.store_thread.run(store.add, f"channels/{self.rank}", 1, within_s=self.timeout_s)
+            number = self._count(store) if number is None else number
             # One rank made up this name, and all ranks share it: messages of another job or group do not fit here.
             self.job = self.store_thread.run(job_of, group, within_s=self.timeout_s)
             whole = self.job if world is group else self.store_thread.run(job_of, world, within_s=self.timeout_s)
         except StoreSilentError as error:
             raise RankLostError(f"Rank {self.rank} could not begin to talk to the others. {error}") from error
-        self._board = Board(
-            dist.PrefixStore(str(number), store), name=f"{self.job}/{number}", store_thread=self.store_thread
-        )
+        prefixed = dist.PrefixStore(str(number), store)
+        self._board = Board(prefixed, name=f"{self.job}/{number}", store_thread=self.store_thread)
         self._line = StoreLine(self._board, rank=self.rank, size=self.size, waiter=self._agreeing)
         self._news = News(self._board, rank=self.rank, size=self.size)
         self._generation = 0
@@ -116,7 +112,6 @@ class Channel:
         self._news_for_watch = News(self.inquiries.board, rank=self.rank, size=self.size)
         self._obituaries: set[int] = set()
         self._on_device = DeviceWorks(self)
-        self._group_takes_host = bool(backend_for(group, HOST))
         self._hosts = HostConnections(self, self._board.store)
         self.heard: Failure | None = None
         """What the watch has heard about another rank. This rank looks at it before its next collective."""
@@ -125,6 +120,11 @@ class Channel:
             speak_for(self)
         if self.is_watched:
             hang.watch(self)
+
+    def _count(self, store: dist.Store) -> int:
+        """The number of this channel among this rank's. The store keeps it, as it begins and ends with the group."""
+        # It is asked for once, however long that takes: asking again would count again.
+        return self.store_thread.run(store.add, f"channels/{self.rank}", 1, within_s=self.timeout_s)
 
     def become_fork(self) -> None:
         """This process is a fork of the rank: it must not speak for the rank, nor start anything with the others."""
@@ -344,22 +344,20 @@ class Channel:
         self._check_is_rank()
         # The size of a sparse tensor's rows is compared between ranks, but not their number, which may differ.
         self.progress.start(kind, what, tensor.values()[:0] if tensor.is_sparse else tensor)
-        if self._group_takes_host or tensor.device.type != HOST:
-            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        if self._hosts.are_for(tensor):
+            work: Any = self._hosts.all_reduce(tensor, op)
         else:
-            work = self._hosts.all_reduce(tensor, op)
-        assert work is not None
+            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
         return partial(self._finish, work, f"the {kind} of {what}", tensor)
 
     def start_broadcast(self, tensor: Tensor, what: str, *, source: int) -> Callable[[], None]:
         """Begin to give all ranks the ``tensor`` of rank ``source``. The function that this returns waits for it."""
         self._check_is_rank()
         self.progress.start("broadcast", what, tensor)
-        if self._group_takes_host or tensor.device.type != HOST:
-            work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        if self._hosts.are_for(tensor):
+            work: Any = self._hosts.broadcast(tensor, source=source)
         else:
-            work = self._hosts.broadcast(tensor, source=source)
-        assert work is not None
+            work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         return partial(self._finish, work, f"the broadcast of {what}", tensor)
 
     def _finish(self, work: dist.Work, doing: str, kept: Tensor) -> None:
