@@ -36,6 +36,9 @@ class Scheduler(LoadScopeScheduling):
             return "tests that look at memory"
         if file.endswith(_ON_A_FAKE_GROUP):
             return "tests on a fake group"
+        if "/devices/" in file:
+            # Their ranks have a device more than those of all other tests.
+            return "tests on the sim device"
         return file if _shares_fixtures(file) else nodeid
 
 

@@ -274,6 +274,13 @@ std::vector<int> written_arguments(const c10::FunctionSchema& schema) {
   return found;
 }
 
+// An `out` argument may come empty: the operator then gives it its shape.
+bool gives_shape_to_out(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& args) {
+  for (size_t i = 0; i < args.size(); ++i)
+    if (schema.arguments()[i].is_out() && args[i].isTensor() && args[i].toTensor().numel() == 0) return true;
+  return false;
+}
+
 bool has_tensors_only(const c10::FunctionSchema& schema) {
   for (const auto& result : schema.returns()) {
     const bool is_tensor = result.type()->kind() == c10::TypeKind::TensorType;
@@ -296,13 +303,15 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto written = written_arguments(schema);
   std::vector<c10::IValue> results;
   auto made = std::make_shared<std::vector<at::Tensor>>();
-  if (std::count(written.begin(), written.end(), -1)) {
+  if (std::count(written.begin(), written.end(), -1) || gives_shape_to_out(schema, args)) {
     torch::jit::Stack shapes;
     for (const auto& arg : args) shapes.push_back(mapped(arg, for_shape, c10::Device(c10::DeviceType::Meta)));
     op.callBoxed(&shapes);
     for (size_t i = 0; i < written.size(); ++i) {
       if (written[i] >= 0) {
-        results.push_back(args[written[i]]);
+        const at::Tensor target = args[written[i]].toTensor();
+        if (const auto sizes = shapes[i].toTensor().sizes(); target.sizes() != sizes) target.resize_(sizes);
+        results.push_back(target);
         made->emplace_back();
       } else if (const at::Tensor shape = shapes[i].toTensor(); shape.defined()) {
         at::Tensor result(at::detail::empty_strided_generic(

@@ -17,7 +17,7 @@ from tests.devices import sim, simccl
 from tests.devices.twins import Twins, backward, inputs_of, make_model, no_sync_of_host
 from tests.on_ranks import on_ranks
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def batches(rank: int, n: int = 4) -> list[Tensor]:
@@ -61,8 +61,8 @@ def test_communication_overlaps_backward_on_the_device(rank: int, size: int) -> 
     start = len(sim.timeline())
     sim.kernels_take(5e-3)
     backward(ddp, inputs)
-    sim.kernels_take(0.0)
     torch.accelerator.synchronize()
+    sim.kernels_take(0.0)
     ran = sim.timeline(start)
     reduced = [each for each in ran if each.name == "all-reduce"]
     computed = [each for each in ran if each.name.startswith("aten::mm")]
