@@ -300,7 +300,7 @@ def _bring_order(rank: int, size: int) -> str:
 
 
 def test_an_order_of_other_parameters_is_refused(ranks: Ranks) -> None:
-    assert "not one of this module's parameters" in ranks(_bring_order, world_size=2, backend="gloo")[1]
+    assert "does not have this module's parameters in it" in ranks(_bring_order, world_size=2, backend="gloo")[1]
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------

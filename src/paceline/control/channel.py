@@ -34,7 +34,7 @@ from paceline.control.progress import Progress
 from paceline.control.store_line import StoreLine
 from paceline.control.store_thread import store_threads_of
 from paceline.control.wire import MessageKind
-from paceline.control.works import HOST, DeviceWorks, blocks_host, future_ends
+from paceline.control.works import HOST, DeviceWorks, backend_for, blocks_host, future_ends
 from paceline.errors import (
     DisagreementError,
     LoneForwardError,
@@ -112,7 +112,7 @@ class Channel:
         self._news_for_watch = News(self.inquiries.board, rank=self.rank, size=self.size)
         self._obituaries: set[int] = set()
         self._on_device = DeviceWorks(self)
-        self._hosts = HostConnections(self, self._board.store)
+        self._hosts = None if backend_for(group, HOST) else HostConnections(self, self._board.store)
         self.heard: Failure | None = None
         """What the watch has heard about another rank. This rank looks at it before its next collective."""
         forks.tell(self)
@@ -344,7 +344,7 @@ class Channel:
         self._check_is_rank()
         # The size of a sparse tensor's rows is compared between ranks, but not their number, which may differ.
         self.progress.start(kind, what, tensor.values()[:0] if tensor.is_sparse else tensor)
-        if self._hosts.are_for(tensor):
+        if self._hosts and tensor.device.type == HOST:
             work: Any = self._hosts.all_reduce(tensor, op)
         else:
             work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
@@ -354,7 +354,7 @@ class Channel:
         """Begin to give all ranks the ``tensor`` of rank ``source``. The function that this returns waits for it."""
         self._check_is_rank()
         self.progress.start("broadcast", what, tensor)
-        if self._hosts.are_for(tensor):
+        if self._hosts and tensor.device.type == HOST:
             work: Any = self._hosts.broadcast(tensor, source=source)
         else:
             work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)

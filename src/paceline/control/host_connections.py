@@ -21,7 +21,6 @@ from torch import Tensor
 
 from paceline import _torch, threads
 from paceline.control.peer_wait import PeerWait
-from paceline.control.works import HOST, backend_for
 
 if TYPE_CHECKING:
     from paceline.control.channel import Channel
@@ -35,12 +34,7 @@ class HostConnections:
 
     def __init__(self, channel: Channel, store: dist.Store) -> None:
         self._channel, self._store = channel, store
-        self._group_takes_host = bool(backend_for(channel.group, HOST))
         self._gloo: Any = None
-
-    def are_for(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` belongs to the host, and the group has no backend for it."""
-        return not self._group_takes_host and tensor.device.type == HOST
 
     def all_reduce(self, tensor: Tensor, op: Any) -> dist.Work:
         options = dist.AllreduceOptions()
