@@ -13,7 +13,7 @@
 from paceline.compiler.backend import Backend, backend, compile_module
 from paceline.compiler.consensus.compile_agreement import Compilation, CompileAgreement, agreement
 from paceline.compiler.explain import Explanation, GraphBreak, explain
-from paceline.compiler.graph_capture import Inside, catch
+from paceline.compiler.graph_capture import Inside, catch_graph
 from paceline.compiler.split.graph_split import DDPOptimizer
 from paceline.compiler.taps.graph_run import Mark, Wrapper
 from paceline.compiler.taps.ops import enter, leave, tie
@@ -32,7 +32,7 @@ __all__ = [
     "Wrapper",
     "agreement",
     "backend",
-    "catch",
+    "catch_graph",
     "compile_module",
     "enter",
     "explain",

@@ -30,7 +30,7 @@ def _at_compile_time(context: Any) -> None:
     _torch.tell_of_failure(context, compilation_failed)
 
 
-def catch(mark: Mark) -> None:
+def catch_graph(mark: Mark) -> None:
     """Traced by Dynamo: let our backend have the graph that is being made.
 
     Reading the wrapper's key makes Dynamo compile anew for another wrapper. Otherwise it would run this wrapper's graph
@@ -47,7 +47,7 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            catch(self.mark)
+            catch_graph(self.mark)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
@@ -89,7 +89,7 @@ class Inside:
         mark = self._mark
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            catch(mark)
+            catch_graph(mark)
             return _torch.call_with_hooks(module, *args, **kwargs)
 
         # Dynamo counts how often it has compiled a code object, so each module needs one of its own.

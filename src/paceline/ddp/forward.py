@@ -198,14 +198,14 @@ def traced_forward(
 
     Nothing is read here that changes from step to step, as each such value would be a reason to compile anew.
     """
-    compiler.catch(mark)
+    compiler.catch_graph(mark)
     compiler.enter(mark.key)
     inputs, kwargs = placement.move(inputs), placement.move(kwargs)
     output = module(*inputs, **kwargs) if swap is None else swap.traced(inputs, kwargs)
     if torch.is_grad_enabled() and module.training:
         output = _tied(output, module, ignored)
     # This comes a second time because a graph break may have begun another graph.
-    compiler.catch(mark)
+    compiler.catch_graph(mark)
     compiler.leave(plain_tensors(output), mark.key)
     return output
 
