@@ -308,6 +308,39 @@ def test_collectives_that_differ_are_an_error_before_they_run(rank, size, name):
         f(torch.ones(4))
 
 
+@on_ranks(world_size=4)
+def test_each_rank_may_have_collectives_in_a_subgroup_of_its_own(rank, size):
+    """As with tensor parallelism beside data parallelism: the groups differ, and nobody waits for anybody for ever."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    @eager
+    def f(x, group):
+        dist.all_reduce(x, group=group)
+        return x + 1
+
+    fresh()
+    with agreement(True, on_difference="raise"):
+        out = f(torch.full((4,), rank + 1.0), halves[rank // 2])
+    assert torch.equal(out, torch.full((4,), 4.0 if rank < 2 else 8.0))
+
+
+@on_ranks(world_size=4)
+def test_a_rank_in_a_subgroup_that_another_rank_of_it_does_not_call_is_an_error(rank, size):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([1, 2])]
+
+    @eager
+    def f(x, group):
+        dist.all_reduce(x, group=group)
+        return x + 1
+
+    fresh()
+    with (
+        pytest.raises(errors.DisagreementError, match=r"(?s)rank 0 .*of ranks \[0, 1\].*rank 1 .*of ranks \[1, 2\]"),
+        agreement(True),
+    ):
+        f(torch.ones(4), groups[[0, 2, 1, 1][rank]])
+
+
 @on_ranks()
 def test_ranks_may_send_where_others_receive(rank, size):
     @eager

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from paceline import _torch
 from paceline.compiler.consensus import shapes
+from paceline.compiler.consensus.collectives import Collective, RankCollectives, first_misfit
 from paceline.compiler.consensus.compile_exchange import CompileExchange, Note, NoteKind, exchange_of
 from paceline.compiler.consensus.fingerprint import Fingerprint, fingerprint, first_difference
 from paceline.compiler.consensus.shared_compile import SharedCompile
@@ -216,17 +217,21 @@ class CompileAgreement:
         body = {
             "failed": f"{type(error).__name__}: {error}"[:_TEXT_LIMIT] if error is not None else "",
             "nodes": graph.node_digests() if graph is not None else [],
-            "collectives": graph.collectives if graph is not None else "",
+            "collectives": graph.collectives if graph is not None else [],
         }
         with _leaving_compiler():
             doing = f"the compilation of {current.frame} by others"
             notes = self._exchange.gather_alike(
                 NoteKind.GRAPH, body=json.dumps(body).encode(), doing=doing, patient=True
             )
-            told = [_ending(note, rank) for rank, note in enumerate(notes)]
             if any(note.body != notes[0].body for note in notes):
+                told = [_ending(note, rank) for rank, note in enumerate(notes)]
                 self._raise_failures(current.frame, error, [failed for failed, _, _ in told])
-                self._compare_graphs(current, [nodes for _, nodes, _ in told], [way for _, _, way in told])
+                ranks = self._exchange.global_ranks
+                self._compare_graphs(
+                    current,
+                    [RankCollectives(rank, nodes, ways) for rank, (_, nodes, ways) in zip(ranks, told, strict=True)],
+                )
 
     def _raise_failures(self, frame: str, error: Exception | None, failed: list[str]) -> None:
         if error is not None and not (_torch.runs_uncompiled(error) and "" in failed):
@@ -240,17 +245,18 @@ class CompileAgreement:
             if text:
                 raise PeerFailedError(f"rank {rank} raised while compiling {frame}: {text}", rank=rank)
 
-    def _compare_graphs(self, current: Compilation, nodes: list[list[str]], collectives: list[str]) -> None:
-        if all(theirs == nodes[0] for theirs in nodes):
+    def _compare_graphs(self, current: Compilation, told: list[RankCollectives]) -> None:
+        misfit = first_misfit(told)
+        index = first_difference([each.nodes for each in told]) if misfit is None else misfit
+        if index is None:
             return
-        index = first_difference(nodes)
         mine = current.graph.tell(index) if current.graph is not None else "no graph"
         body = mine.encode(errors="replace")
         notes = self._exchange.gather_alike(NoteKind.NODE, body=body, doing="the comparison of graphs")
         nodes_told = [note.body[:_TEXT_LIMIT].decode(errors="replace") for note in notes]
-        told = "".join(f"\n  rank {rank} has {node}" for rank, node in enumerate(nodes_told))
-        current.difference = f"Ranks compiled different graphs of {current.frame}; node {index} is the first:{told}"
-        if len(set(collectives)) > 1:
+        lines = "".join(f"\n  rank {rank} has {node}" for rank, node in enumerate(nodes_told))
+        current.difference = f"Ranks compiled different graphs of {current.frame}; node {index} is the first:{lines}"
+        if misfit is not None:
             raise DisagreementError(
                 f"{current.difference}\nTheir collectives differ, so that ranks would wait for ever."
             )
@@ -259,12 +265,19 @@ class CompileAgreement:
         logger.log(logging.WARNING if self._exchange.rank == 0 else logging.INFO, "%s", current.difference)
 
 
-def _ending(note: Note, rank: int) -> tuple[str, list[str], str]:
+def _ending(note: Note, rank: int) -> tuple[str, list[str], list[Collective]]:
     match shapes.read_json(note.body, rank):
-        case {"failed": str(failed), "nodes": [*nodes], "collectives": str(collectives)} if len(
-            failed
-        ) <= _TEXT_LIMIT and all(isinstance(node, str) for node in nodes):
-            return failed, nodes, collectives
+        case {"failed": str(failed), "nodes": [*nodes], "collectives": [*ways]} if len(failed) <= _TEXT_LIMIT and all(
+            isinstance(node, str) for node in nodes
+        ):
+            return failed, nodes, [_collective(way, len(nodes), rank) for way in ways]
+    raise shapes.refusal(rank)
+
+
+def _collective(way: Any, n_nodes: int, rank: int) -> Collective:
+    match way:
+        case [int(node), [*ranks]] if 0 <= node < n_nodes and all(isinstance(each, int) for each in ranks):
+            return Collective(node, tuple(ranks))
     raise shapes.refusal(rank)
 
 

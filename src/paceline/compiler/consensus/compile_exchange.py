@@ -83,6 +83,7 @@ class CompileExchange:
         self._side = dist.new_group(ranks, backend="gloo", timeout=_BACKEND_TIMEOUT, use_local_synchronization=is_part)
         self.channel = Channel(self._side)
         self.rank = self.channel.rank
+        self.global_ranks = dist.get_process_group_ranks(self._side)
         self.size = self.channel.size
         self.timeout_s = _torch.group_timeout_s(group)
         name = f"{self.channel.job}/exchange"

@@ -2,21 +2,24 @@
 
 A line names a node's operation and where its inputs come from. It leaves out numbers and the index of a device: a
 rank's own number, its sizes and its offsets stand in graphs as constants, and are meant to differ. It leaves out the
-keys of wrappers in marks, which are not compiled.
+keys of wrappers in marks, which are not compiled, and the names of groups, since ranks may be in different ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from paceline import _torch
+from paceline.compiler.consensus.collectives import Collective
 from paceline.compiler.taps import ops
 
 _MARKS = tuple(map(_torch.name_of_target, (ops.enter, ops.leave)))
@@ -34,7 +37,8 @@ class GraphLine:
     """The same with its numbers."""
     at: str
     """The line of the user's code that it comes from; empty if unknown."""
-    is_collective: bool
+    ranks: tuple[int, ...] | None
+    """If it is a collective, the ranks that take part in it; empty if it is not known which."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,8 @@ class Fingerprint:
         return _digest(line.exact for line in self.lines)
 
     @property
-    def collectives(self) -> str:
-        """A digest that is equal for graphs whose collectives are alike."""
-        return _digest(line.text for line in self.lines if line.is_collective)
+    def collectives(self) -> list[Collective]:
+        return [Collective(n, line.ranks) for n, line in enumerate(self.lines) if line.ranks is not None]
 
     def node_digests(self) -> list[str]:
         return [_digest([line.text])[:12] for line in self.lines]
@@ -70,28 +73,43 @@ def fingerprint(graph: fx.Graph) -> Fingerprint:
     return Fingerprint(tuple(_line(node, numbers) for node in graph.nodes))
 
 
-def first_difference(nodes_of_rank: Sequence[Sequence[str]]) -> int:
-    """The first node in which some rank differs from rank 0."""
+def first_difference(nodes_of_rank: Sequence[Sequence[str]]) -> int | None:
+    """The first node in which some rank differs from rank 0; None if there is none."""
     ours = nodes_of_rank[0]
     found = []
     for theirs in nodes_of_rank[1:]:
         differing = (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
         if ours != theirs:
             found.append(next(differing, min(len(ours), len(theirs))))
-    return min(found)
+    return min(found, default=None)
 
 
 def _line(node: fx.Node, numbers: dict[fx.Node, int]) -> GraphLine:
     name = _target(node)
     is_mark = name.startswith(_MARKS)
+    is_collective = node.op == "call_function" and name.startswith(_collectives())
+    groups = _groups(node) if is_collective else {}
     parts = (node.args, node.kwargs)
-    text = f"{node.op} {name}{_told(parts, numbers, exact=False, keyed=is_mark)}"
-    exact = f"{node.op} {name}{_told(parts, numbers, exact=True, keyed=is_mark)}"
+    hidden = dict.fromkeys(groups, "group")
+    text = f"{node.op} {name}{_told(parts, numbers, exact=False, keyed=is_mark, names=hidden)}"
+    shown = {group: f"{group!r} of ranks {list(ranks)}" for group, ranks in groups.items()}
+    exact = f"{node.op} {name}{_told(parts, numbers, exact=True, keyed=is_mark, names=shown)}"
     if node.op == "placeholder":
         value = node.meta.get("example_value")
         text, exact = f"placeholder {_kind(value)}", f"placeholder {_example(value)}"
-    is_collective = node.op == "call_function" and name.startswith(_collectives())
-    return GraphLine(text, exact, _user_line(node), is_collective)
+    ranks = next(iter(groups.values()), ()) if is_collective else None
+    return GraphLine(text, exact, _user_line(node), ranks)
+
+
+def _groups(node: fx.Node) -> dict[str, tuple[int, ...]]:
+    """The groups that a collective names, with their ranks."""
+    found = {}
+    for value in (*node.args, *node.kwargs.values()):
+        if isinstance(value, str):
+            # Other texts name reductions. A group may have been destroyed after the code was traced.
+            with contextlib.suppress(ValueError):
+                found[value] = tuple(dist.get_process_group_ranks(_torch.group_named(value)))
+    return found
 
 
 @cache
@@ -114,7 +132,7 @@ def _target(node: fx.Node) -> str:
     return _torch.name_of_target(target)
 
 
-def _told(value: Any, numbers: dict[fx.Node, int], *, exact: bool, keyed: bool) -> str:
+def _told(value: Any, numbers: dict[fx.Node, int], *, exact: bool, keyed: bool, names: Mapping[str, str]) -> str:
     def tell(value: Any) -> str:
         if isinstance(value, fx.Node):
             return f"%{numbers[value]}"
@@ -127,7 +145,7 @@ def _told(value: Any, numbers: dict[fx.Node, int], *, exact: bool, keyed: bool) 
         if value is None or value is ... or isinstance(value, (bool, torch.dtype, torch.layout, torch.memory_format)):
             return str(value)
         if isinstance(value, str):
-            return "key" if keyed else repr(value)
+            return "key" if keyed else names.get(value, repr(value))
         if isinstance(value, torch.device):
             return str(value) if exact else value.type
         if isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
