@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.compiler.consensus import compile_agreement, compile_exchange, shapes, shared_compile
+from paceline.compiler.consensus.collectives import Collective, RankCollectives, first_misfit
 from paceline.compiler.consensus.compile_exchange import CompileExchange, NoteKind
 from paceline.compiler.consensus.fingerprint import first_difference
 from paceline.control import wire
@@ -258,9 +259,10 @@ def _frame_entry() -> Any:
 def _read_ending(body: bytes) -> None:
     note = compile_exchange.Note(NoteKind.GRAPH, 0, body)
     failed, nodes, collectives = compile_agreement._ending(note, 1)
-    if nodes != ["a", "b"]:
-        first_difference([["a", "b"], nodes])
-    _require(len(failed) <= 2000 and isinstance(collectives, str), "an ending")
+    first_difference([["a", "b"], nodes])
+    honest = RankCollectives(0, ["a", "b"], [Collective(0, (0, 1)), Collective(1, ())])
+    misfit = first_misfit([honest, RankCollectives(1, nodes, collectives)])
+    _require(len(failed) <= 2000 and (misfit is None or misfit >= 0), "an ending")
 
 
 def _read_offer(body: bytes) -> None:
@@ -273,7 +275,7 @@ def _read_offer(body: bytes) -> None:
 
 _OFFER = json.dumps({"graph": "digest", "processor": "x86"}).encode()
 _SIZES = {"L['x']": [None, [3, "?"], [["S", 1], 1]], "L['n']": [7, None, None]}
-_ENDING = json.dumps({"failed": "", "nodes": ["a", "b"], "collectives": "c"}).encode()
+_ENDING = json.dumps({"failed": "", "nodes": ["a", "b"], "collectives": [[0, [0, 1]], [1, []]]}).encode()
 _BODIES: list[tuple[NoteKind, bytes, Callable[[bytes], None]]] = [
     (NoteKind.FRAME, json.dumps({"frame": "f (a.py:1)", "sizes": _SIZES}).encode(), _read_sizes),
     (NoteKind.GRAPH, _ENDING, _read_ending),

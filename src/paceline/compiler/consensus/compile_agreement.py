@@ -276,7 +276,7 @@ def _ending(note: Note, rank: int) -> tuple[str, list[str], list[Collective]]:
 
 def _collective(way: Any, n_nodes: int, rank: int) -> Collective:
     match way:
-        case [int(node), [*ranks]] if 0 <= node < n_nodes and all(isinstance(each, int) for each in ranks):
+        case [int(node), [*ranks]] if 0 <= node < n_nodes and all(type(each) is int for each in ranks):
             return Collective(node, tuple(ranks))
     raise shapes.refusal(rank)
 
