@@ -42,6 +42,7 @@ from paceline.ddp.stats import Stats
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.gradients.plan import BucketPlan
 from paceline.run.init import init, shutdown
+from paceline.run.spawn import spawn
 
 transport.register()
 
@@ -65,6 +66,7 @@ __all__ = [
     "mean",
     "replace_torch_ddp",
     "shutdown",
+    "spawn",
     "total",
     "tracing",
     "transport",
