@@ -177,8 +177,8 @@ class Checkpoint:
         if self.path.exists():
             about, _ = self.read("--out", whole=False)
             refuse(
-                f"argument --out: {self.path} is of {about['step']} steps, and this run would replace it. Give --resume "
-                "to continue from it, --overwrite to replace it, or another --out"
+                f"argument --out: {self.path} is of {about['step']} steps, and this run would replace it. Give "
+                "--resume to continue from it, --overwrite to replace it, or another --out"
             )
 
 

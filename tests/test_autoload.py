@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import paceline_autoload
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
+import paceline_autoload
 from paceline.ddp.replace import replace_torch_ddp
 
 REGISTERED = """

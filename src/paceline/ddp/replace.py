@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import paceline_autoload
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import paceline_autoload
 from paceline.ddp.module import DistributedDataParallel
 
 _NOT_LOOKED_AT = ("torch", "paceline", "paceline_autoload")

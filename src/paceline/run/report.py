@@ -37,6 +37,7 @@ def facts() -> dict[str, str]:
     threads = f"{len(found)} cores, {cpus} CPUs" + ("" if limit > cpus else f", of which {limit:g} may be used")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
+    reason = kernel.reason_unavailable()
     return {
         "paceline": f"{paceline.__version__}, in {Path(paceline.__file__).parent}",
         "torch": f"{torch.__version__}, backends {', '.join(_backends())}",
@@ -44,7 +45,7 @@ def facts() -> dict[str, str]:
         "system": f"{platform.platform()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}",
         "cores": f"{threads}; torch uses {torch.get_num_threads()} threads",
         "accelerators": f"{count} of {accelerator.type}" if accelerator is not None else "none",
-        "shm kernel": (reason := kernel.reason_unavailable()) and f"not usable: {reason}" or "compiled",
+        "shm kernel": f"not usable: {reason}" if reason else "compiled",
         "/dev/shm": _room(_MEMORY),
         "job files": base_refusal() or str(job_directory()),
         "environment": _environment() or "nothing that matters here",

@@ -38,8 +38,8 @@ def parser() -> Parser:
         prog="paceline run",
         description=(
             "Run a script on several ranks. All flags of torchrun work. Unless something else is asked for, groups "
-            "carry CPU tensors through shared memory, each rank runs on cores of its own, and each line of output names "
-            "its rank. The number of ranks is that of the accelerators by default, and 2 if there are none."
+            "carry CPU tensors through shared memory, each rank runs on cores of its own, and each line of output names"
+            " its rank. The number of ranks is that of the accelerators by default, and 2 if there are none."
         ),
         parents=[get_args_parser()],
         conflict_handler="resolve",  # both have --help
