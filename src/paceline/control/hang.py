@@ -282,8 +282,9 @@ class _Watch:
         current, frames = settings(), sys._current_frames()
         trainers = (channel.inquiries.progress.trainer.thread for channel in list(self._channels))
         # A program may call collectives on its main thread, and train on another.
-        for thread in {threading.main_thread().ident or 0, *trainers}:
-            call = self._calls.setdefault(thread, _Call())
+        looked_at = {threading.main_thread().ident or 0, *trainers}
+        self._calls = {thread: self._calls.get(thread) or _Call() for thread in looked_at}
+        for thread, call in self._calls.items():
             frame = collective_frame(frames.get(thread))
             lasted_s = call.lasts(frame, current)
             if lasted_s > 0 and frame is not None:

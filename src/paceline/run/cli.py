@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from paceline.run.doctor import doctor
 from paceline.run.flags import Parser, rank_count
@@ -66,8 +67,8 @@ def _versions() -> str:
     return f"paceline {version('paceline')} (torch {version('torch')}, Python {python})"
 
 
-def _add_train(commands: argparse._SubParsersAction[Parser]) -> Parser:
-    train = commands.add_parser(
+def _add_train(commands: Any) -> Parser:
+    train: Parser = commands.add_parser(
         "train",
         help="train the example on ranks of this machine",
         description=(
@@ -84,8 +85,8 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> Parser:
     return train
 
 
-def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> Parser:
-    looking = commands.add_parser(
+def _add_doctor(commands: Any) -> Parser:
+    looking: Parser = commands.add_parser(
         "doctor",
         help="say what a job is waiting for, or what it died of",
         description=(

@@ -6,12 +6,12 @@ import os
 import platform
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import paceline
 from paceline.control.jobs import base_refusal
 from paceline.run import cores
 from paceline.settings import SECRET, job_directory
@@ -39,7 +39,7 @@ def facts() -> dict[str, str]:
     count = torch.accelerator.device_count() if accelerator is not None else 0
     reason = kernel.reason_unavailable()
     return {
-        "paceline": f"{paceline.__version__}, in {Path(paceline.__file__).parent}",
+        "paceline": f"{version('paceline')}, in {Path(__file__).parents[1]}",
         "torch": f"{torch.__version__}, backends {', '.join(_backends())}",
         "Python": f"{platform.python_version()}, {sys.executable}",
         "system": f"{platform.platform()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}",
