@@ -173,10 +173,16 @@ def test_what_a_framework_has_caught_is_found(framework: Any) -> None:
         except LoaderError as error:
             handled.append(error)
         assert not trainers[0].look()
-        with torch.no_grad():
-            raise KeyError("the end")
+        try:
+            with torch.no_grad():
+                raise KeyError("the end")
+        finally:
+            # The function goes on to other lines before it ends.
+            ended.append(1)
+            ended.append(2)
 
     trainers: list[Trainer] = []
+    ended: list[int] = []
     handled: list[LoaderError] = []
     raised = framework(train)
     assert isinstance(raised, KeyError)

@@ -66,11 +66,9 @@ class Trainer:
 
     def _has_ended_training(self, error: Exception) -> bool:
         """Whether ``error`` has left the user's outermost function, and was not caught in it."""
-        for frame, line in walk_tb(error.__traceback__):
-            if frame.f_code is self._entry:
-                # A frame that has caught an exception has gone on to other lines.
-                return frame.f_lineno == line and not _is_running(frame)
-        return False
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        # A traceback begins with the frame that has caught the exception. It is not the user's, if it left that one.
+        return any(frame.f_code is self._entry and not _is_running(frame) for frame in frames[1:])
 
 
 def _entry_of(frame: FrameType | None) -> CodeType | None:

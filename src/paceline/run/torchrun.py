@@ -74,12 +74,14 @@ def run_script(argv: Sequence[str]) -> int:
         found = torch.accelerator.device_count() if _has_accelerator() else 0
         flags.nproc_per_node = str(found or _RANKS)
     ranks = int(flags.nproc_per_node) if flags.nproc_per_node.isdecimal() else 0
+    script = flags.training_script
     _prepare(flags, ranks)
     before = set(all_jobs())
     try:
         run(flags)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
+        # The summary is titled with the first file that it finds in the command.
+        print(str(error).replace(bound.__file__, script), file=sys.stderr)
         _explain(job_of_processes({failure.pid for failure in error.failures.values()}))
         return 1
     except SignalException as stopped:
