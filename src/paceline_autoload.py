@@ -72,9 +72,8 @@ class _Swapped(ModuleType):
 
     @property
     def DistributedDataParallel(self) -> Any:
-        asking = sys._getframe(1).f_globals.get("__name__", "")
         # Torch's own modules, and ours, mean torch's class when they say its name.
-        if asking.partition(".")[0] in ("torch", "paceline"):
+        if _asking_package() in ("torch", "paceline"):
             return vars(self)[NAME]
         from paceline import DistributedDataParallel
 
@@ -83,8 +82,20 @@ class _Swapped(ModuleType):
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: Any) -> None:
         # Somebody else replaces the class, and gets what they ask for.
-        self.__class__ = ModuleType
+        _set_class(self, ModuleType)
         setattr(self, NAME, value)
+
+
+def _asking_package() -> str:
+    """The package of the code that asks a module for a name. An import statement asks by way of importlib."""
+    frame = sys._getframe(2)
+    while (package := str(frame.f_globals.get("__name__", "")).partition(".")[0]) == "importlib" and frame.f_back:
+        frame = frame.f_back
+    return package
+
+
+def _set_class(module: Any, kind: type[ModuleType]) -> None:
+    module.__class__ = kind
 
 
 def swap() -> list[str]:
@@ -95,7 +106,7 @@ def swap() -> list[str]:
     replaced = [f"{module.__name__}.{NAME}" for module in found if type(module) is ModuleType]
     for module in found:
         if type(module) is ModuleType:
-            module.__class__ = _Swapped
+            _set_class(module, _Swapped)
     return replaced
 
 
@@ -103,4 +114,4 @@ def swap_back() -> None:
     """Undo `swap`."""
     for name in MODULES:
         if isinstance(module := sys.modules.get(name), _Swapped):
-            module.__class__ = ModuleType
+            _set_class(module, ModuleType)

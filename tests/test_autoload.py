@@ -117,7 +117,7 @@ def user(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, "a_framework", module)
     # This file has bound torch's class, too, and wants to keep it.
     monkeypatch.delitem(sys.modules, __name__)
-    others = [name for name, found in sys.modules.items() if TorchDDP in _values(found) and "torch" not in name]
+    others = [name for name, found in sys.modules.items() if _has_bound(found) and "torch" not in name]
     for name in others:
         if name != "a_framework":
             monkeypatch.delitem(sys.modules, name)
@@ -125,8 +125,8 @@ def user(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     paceline_autoload.swap_back()
 
 
-def _values(module: object) -> list[object]:
-    return [value for value in getattr(module, "__dict__", {}).values() if isinstance(value, type)]
+def _has_bound(module: object) -> bool:
+    return any(value is TorchDDP for value in getattr(module, "__dict__", {}).values())
 
 
 def test_modules_that_have_bound_the_name_get_ours_and_are_named(user: ModuleType) -> None:

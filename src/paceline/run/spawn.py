@@ -91,8 +91,9 @@ def spawn(fn: Callable[..., object], nproc: int, *args: Any) -> None:
 
 
 def _is_of_notebook(fn: Callable[..., object]) -> bool:
-    main = sys.modules["__main__"]
-    return getattr(fn, "__module__", "") == "__main__" and not hasattr(main, "__file__")
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    # What is typed or piped in has no file, or one called "<stdin>".
+    return getattr(fn, "__module__", "") == "__main__" and not (main and os.path.isfile(main))
 
 
 def _run_rank(pipe: Connection, variables: dict[str, str], threads: int, fn: Callable[..., object], args: Any) -> None:
