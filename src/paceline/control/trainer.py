@@ -11,6 +11,7 @@ Nothing here costs a step more than the thread's number; the stack is looked at 
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 from traceback import walk_stack, walk_tb
@@ -27,7 +28,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self._entry = _entry_of(sys._getframe())
+        self._entry = _entry_of(inspect.currentframe())
         """The code of the outermost function of the user's. None if the thread has not run any yet."""
         self._looks_without = 0
 
