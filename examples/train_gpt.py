@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py     # the same script, unchanged
     python examples/train_gpt.py                          # one rank
 
-It learns the next byte of `data/rides.txt`. Ctrl-C saves a checkpoint; --resume continues from it with
+It learns the next byte of `data/rides.txt`. Ctrl-C saves a checkpoint. A second run does not replace it unless
+--overwrite says so; --resume continues from it with
 the losses that an uninterrupted run would have had (to the bit with up to two ranks; with more, the order
 in which the ranks' gradients are summed may differ in the first resumed step).
 """
@@ -149,12 +150,7 @@ class Checkpoint:
         """Fill model, optimizer and this rank's generator; return the number of steps done."""
         if not self.path.is_file():
             refuse(f"argument --resume: there is no {self.path}; train without --resume first")
-        try:
-            with safe_open(self.path, "pt") as file:
-                about = json.loads(file.metadata()["about"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            refuse(f"argument --resume: {self.path} is not a checkpoint of this script ({error})")
+        about, tensors = self.read("--resume")
         for name, value in about["config"].items():
             # More steps than planned are welcome; another model or other data would not be a continuation.
             if name != "steps" and value != getattr(config, name):
@@ -166,6 +162,24 @@ class Checkpoint:
         optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
         torch.set_rng_state(tensors[f"generator.{self.world.rank}"])
         return about["step"]
+
+    def read(self, flag: str, *, whole: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What the file says about itself, and its tensors unless only the first is wanted."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                about = json.loads(file.metadata()["about"])
+                return about, {name: file.get_tensor(name) for name in file.keys() if whole}  # noqa: SIM118
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            refuse(f"argument {flag}: {self.path} is not a checkpoint of this script ({error})")
+
+    def keep(self) -> None:
+        """Refuse to train from scratch where there is a checkpoint: even a run of more steps may be stopped early."""
+        if self.path.exists():
+            about, _ = self.read("--out", whole=False)
+            refuse(
+                f"argument --out: {self.path} is of {about['step']} steps, and this run would replace it. Give "
+                "--resume to continue from it, --overwrite to replace it, or another --out"
+            )
 
 
 def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -251,6 +265,8 @@ def train(config: Config, flags: argparse.Namespace, world: World) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=True)
     torch.manual_seed(config.seed * 1_000_003 + world.rank)  # each rank its own batches and dropout
     checkpoint = Checkpoint(flags.out / "checkpoint.safetensors", world)
+    if not flags.resume and not flags.overwrite:
+        checkpoint.keep()
     first = checkpoint.load(config, model, optimizer) if flags.resume else 0
     last = flags.stop_at or config.steps
     if first >= last:
@@ -335,6 +351,7 @@ def parse_flags(argv: list[str] | None = None) -> tuple[Config, argparse.Namespa
     add("log-every", int, 20, "steps between lines where there is no terminal for a bar (default: 20)")
     add("sample", int, 200, "bytes to let the model write at the end (default: 200)")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint in --out, if there is one")
     flags = parser.parse_args(argv)
     config = Config(**{item.name: getattr(flags, item.name) for item in fields(Config)})
 
@@ -349,6 +366,8 @@ def parse_flags(argv: list[str] | None = None) -> tuple[Config, argparse.Namespa
         parser.error(f"argument --dropout: must be below 1, got {config.dropout}")
     if flags.stop_at > config.steps:
         parser.error(f"argument --stop-at: {flags.stop_at} is beyond --steps {config.steps}")
+    if flags.resume and flags.overwrite:
+        parser.error("argument --overwrite: not with --resume, which continues from the checkpoint")
     if not flags.text.is_file():
         parser.error(f"argument --text: there is no file {str(flags.text)!r}")
     try:

@@ -17,7 +17,7 @@ import paceline
 SRC = Path(paceline.__file__).parent
 FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 
-MAY_READ_ENVIRONMENT = ("settings.py", "run/init.py", "run/launch.py", "testing/")
+MAY_READ_ENVIRONMENT = ("settings.py", "run/", "testing/")
 
 
 def _module_name(file: str) -> str:

@@ -197,7 +197,8 @@ def _import(*, with_compiler: bool) -> tuple[list[str], list[str], dict[str, lis
     begun = Path("/proc/self/environ").read_text(encoding="utf-8").split("\0")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        env=dict(entry.split("=", 1) for entry in begun if "=" in entry),
+        # Without the entry point, so that what it does at the end of ``import torch`` is left to the package.
+        env=dict(entry.split("=", 1) for entry in begun if "=" in entry) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
         text=True,
         timeout=120,

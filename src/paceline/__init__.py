@@ -20,7 +20,8 @@ Each folder has one role, and imports run one way: a folder uses only those belo
 Importing the package changes five things in the process:
 
 - a finder on ``sys.meta_path`` waits for torch's compiler to be imported;
-- the backend "shm" is registered with ``torch.distributed.Backend``;
+- the backend "shm" is registered with ``torch.distributed.Backend``, unless ``import torch`` has done so
+  (``paceline_autoload``);
 - the operators of the namespace "paceline" are registered with ``torch.library``;
 - our class counts as ``torch.nn.parallel.DistributedDataParallel`` for ``isinstance``;
 - an ``atexit`` function ends the package's threads.
@@ -35,11 +36,13 @@ from paceline.data import mean, total
 from paceline.ddp.load import load_state_dict
 from paceline.ddp.module import DDP, DistributedDataParallel
 from paceline.ddp.precision import MixedPrecision
+from paceline.ddp.replace import replace_torch_ddp
 from paceline.ddp.replica_check import assert_replicas_equal
 from paceline.ddp.stats import Stats
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.gradients.plan import BucketPlan
 from paceline.run.init import init, shutdown
+from paceline.run.spawn import spawn
 
 transport.register()
 
@@ -61,7 +64,9 @@ __all__ = [
     "init",
     "load_state_dict",
     "mean",
+    "replace_torch_ddp",
     "shutdown",
+    "spawn",
     "total",
     "tracing",
     "transport",

@@ -260,7 +260,7 @@ def test_calls_that_follow_each_other_are_not_one_that_lasts() -> None:
 
     def call(n_looks: int) -> None:
         for _ in range(n_looks):
-            watch._look_at_main_thread()
+            watch._look_at_threads()
 
     with (
         mock.patch.object(hang, "_settings", HangWatch("observe", 1e-9)),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from paceline.run import cli
+import paceline
+from paceline import spawn
+from paceline.run import bench, cli, report
+from paceline.transport.shm import kernel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
@@ -59,6 +64,11 @@ def test_a_double_dash_hands_even_help_to_the_script(launched: list[Any]) -> Non
         (["train", "--nproc", "two"], "--nproc: must be a whole number of at least 1, got 'two'"),
         (["train", "--nproc"], "--nproc: expected one argument"),
         (["train", "--script", "no/such.py"], "--script: there is no file 'no/such.py'"),
+        (["train", "mine.py", "--lr", "1"], "To run a script of yours: paceline run mine.py --lr 1 (see"),
+        (["run"], "the following arguments are required: training_script"),
+        (["run", "no/such.py"], "paceline run: there is no file 'no/such.py' (see paceline run --help)"),
+        (["run", "--bind", "some", "mine.py"], "argument --bind: invalid choice: 'some'"),
+        (["env", "now"], "unrecognized arguments: now"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(
@@ -103,3 +113,51 @@ def test_python_dash_m_is_the_command() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("paceline train: argument --nproc")
     assert done.stdout == ""
+
+
+def test_the_version_is_that_of_all_three(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"paceline \S+ \(torch 2\.13\S*, Python 3\.\d+\.\d+\)\n", capsys.readouterr().out)
+
+
+def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SECRET", "s" * 40)
+    monkeypatch.setenv("PACELINE_SWAP", "1")
+    assert cli.main(["env"]) == 0
+    told = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert paceline.__version__ in told["paceline"]
+    assert torch.__version__ in told["torch"]
+    assert "gloo" in told["torch"]
+    assert "shm" in told["torch"]
+    assert told["shm kernel"].strip() == "compiled" or "not usable: " in told["shm kernel"]
+    assert "MB are free" in told["/dev/shm"]
+    assert "PACELINE_SWAP=1" in told["environment"]
+    assert "PACELINE_SECRET=(set)" in told["environment"]
+
+
+def test_env_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.kernel, "reason_unavailable", lambda: "there was no compiler")
+    monkeypatch.setattr(report, "_MEMORY", Path("/no/such/directory"))
+    facts = report.facts()
+    assert facts["shm kernel"] == "not usable: there was no compiler"
+    assert facts["/dev/shm"].startswith("not usable: ")
+
+
+def test_bench_without_the_kernel_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.kernel, "reason_unavailable", lambda: "there was no compiler")
+    assert cli.main(["bench"]) == 1
+    assert "nothing" not in (said := capsys.readouterr().out)
+    assert "there was no compiler" in said
+
+
+@pytest.mark.skipif(kernel.reason_unavailable() is not None, reason="needs the kernel")
+def test_bench_compares_both(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "spawn", lambda fn, nproc: spawn(fn, nproc, (4096, 1 << 20), 0.01))
+    assert cli.main(["bench"]) == 0
+    title, head, *rows = capfd.readouterr().out.splitlines()
+    assert "on 2 ranks" in title
+    assert head.split() == ["size", "gloo", "shm", "gloo", "/", "shm"]
+    assert [row.split()[:2] for row in rows] == [["4", "KB"], ["1", "MB"]]
+    assert all(float(row.split()[-1]) > 0 for row in rows)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,16 +21,18 @@ import torch.distributed as dist
 
 from paceline.errors import BadArgumentError, BadTypeError, RankLostError, StateError
 from paceline.run import meeting
-from paceline.run.init import Launch, World, default_backend, init, shutdown
+from paceline.run.init import World, default_backend, init, shutdown
 from paceline.transport.shm import kernel
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_SCHEDULERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_")
 FULL = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*VARIABLES, "TORCHELASTIC_USE_AGENT_STORE", "PACELINE_LAUNCHER_PID"):
+    scheduled = [name for name in os.environ if name.startswith(OF_SCHEDULERS)]
+    for name in (*VARIABLES, *scheduled, "TORCHELASTIC_USE_AGENT_STORE", "PACELINE_LAUNCHER_PID"):
         monkeypatch.delenv(name, raising=False)
     yield
     shutdown()
@@ -66,6 +69,7 @@ def test_calling_it_twice_gives_the_same_world() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
+        ({"rank": 1, "world_size": 2}, "rank 1 (it has 0), world_size 2 (it has 1)"),
         ({"timeout": 61}, "timeout 0:01:01 (it has 0:01:00)"),
         ({"backend": "nccl"}, "backend nccl (it has gloo)"),
     ],
@@ -154,31 +158,6 @@ def test_ranks_that_do_not_come_are_counted() -> None:
         meeting._gather(dist.HashStore(), 0, 2, timeout_s=0.0)
 
 
-def test_local_rank_is_the_rank_where_nothing_else_is_said() -> None:
-    assert Launch.read({"PATH": "/bin"}) is None
-    with pytest.raises(BadArgumentError, match="LOCAL_RANK set, RANK, WORLD_SIZE"):
-        Launch.read({"LOCAL_RANK": "0"})
-    assert Launch.read(FULL) == Launch(rank=1, local_rank=1, world_size=4)
-    assert Launch.read(FULL | {"LOCAL_RANK": "0"}) == Launch(rank=1, local_rank=0, world_size=4)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"RANK": "one"}, "RANK must be an integer of at least 0, got 'one'"),
-        ({"RANK": "-1"}, "RANK must be an integer of at least 0, got '-1'"),
-        ({"RANK": "4"}, "RANK is 4 but WORLD_SIZE is 4"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer of at least 1"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be an integer of at least 1, got ''"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be an integer"),
-        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be an integer"),
-    ],
-)
-def test_wrong_variables_are_named(change: dict[str, str], said: str) -> None:
-    with pytest.raises(BadArgumentError, match=said):
-        Launch.read(FULL | change)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
@@ -190,6 +169,13 @@ def test_wrong_variables_are_named(change: dict[str, str], said: str) -> None:
         ({"timeout": timedelta(seconds=-1)}, BadArgumentError, "must be positive"),
         ({"timeout": "5"}, BadTypeError, "timeout must be seconds"),
         ({"timeout": True}, BadTypeError, "timeout must be seconds"),
+        ({"rank": 0}, BadArgumentError, "given rank without world_size"),
+        ({"world_size": 2}, BadArgumentError, "given world_size without rank"),
+        ({"rank": "0", "world_size": 2}, BadTypeError, "rank must be a whole number, got str"),
+        ({"rank": 0, "world_size": True}, BadTypeError, "world_size must be a whole number, got bool"),
+        ({"rank": -1, "world_size": 2}, BadArgumentError, "rank must be at least 0, got -1"),
+        ({"rank": 2, "world_size": 2}, BadArgumentError, "rank is 2 but world_size is 2"),
+        ({"rank": 0, "world_size": 2}, BadArgumentError, "MASTER_ADDR and MASTER_PORT not set.*paceline.spawn"),
     ],
 )
 def test_bad_arguments_start_nothing(options: dict[str, object], error: type[Exception], said: str) -> None:
@@ -253,6 +239,79 @@ def test_what_carries_collectives_is_chosen_and_said_once(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert ranks(_init_with, port, asked, backend=None) == [(backend, said), (backend, "")]
+
+
+def _init_as(rank: int, world_size: int, variables: dict[str, str], names: list[str]) -> tuple[int, int, int, int]:
+    os.environ.update(variables, **dict.fromkeys(names, str(rank)))
+    world = init(device="cpu", backend="gloo")
+    total = torch.tensor(world.rank + 1)
+    dist.all_reduce(total)
+    shutdown()
+    return world.rank, world.local_rank, world.world_size, int(total)
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        (
+            {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"},
+            ["SLURM_PROCID", "SLURM_LOCALID"],
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"],
+        ),
+        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ["PMI_RANK", "MPI_LOCALRANKID"]),
+    ],
+    ids=["slurm", "open-mpi", "pmi"],
+)
+def test_ranks_that_a_scheduler_has_started_meet(
+    ranks: Callable[..., list[tuple[int, ...]]], variables: dict[str, str], names: list[str], tmp_path: Path
+) -> None:
+    # The name of the job, from which the port follows, is this test's own.
+    job = {"SLURM_JOB_ID": str(tmp_path), "PMIX_NAMESPACE": str(tmp_path), "PMI_JOBID": str(tmp_path)}
+    assert ranks(_init_as, variables | job, names, backend=None) == [(0, 0, 2, 3), (1, 1, 2, 3)]
+
+
+def _init_by_rank(rank: int, world_size: int, port: int) -> tuple[World, int]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="7", RANK="7")
+    world = init(device="cpu", backend="gloo", rank=rank, world_size=world_size)
+    assert init(rank=rank, world_size=world_size) is world
+    total = torch.tensor(world.rank + 1)
+    dist.all_reduce(total)
+    shutdown()
+    return world, int(total)
+
+
+def test_a_program_may_say_itself_which_rank_it_is(ranks: Callable[..., list[tuple[World, int]]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    told = ranks(_init_by_rank, port, backend=None)
+    assert [(world.rank, world.local_rank, world.world_size, total) for world, total in told] == [
+        (0, 0, 2, 3),
+        (1, 1, 2, 3),
+    ]
+
+
+def test_one_rank_needs_no_place_to_meet() -> None:
+    assert init(device="cpu", rank=0, world_size=1).world_size == 1
+
+
+def test_a_shell_of_an_allocation_is_one_rank_and_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert init(device="cpu").world_size == 1
+    assert "paceline: this is one rank. The Slurm allocation has 4 tasks" in capsys.readouterr().err
+
+
+def test_a_node_whose_name_has_no_address_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"SLURM_STEP_NODELIST": "no-such.invalid,b", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadArgumentError, match=r"'no-such\.invalid', and no address.*Set MASTER_ADDR"):
+        init(device="cpu")
+    assert not dist.is_initialized()
 
 
 def test_gloo_stands_in_for_a_vendor_backend_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,39 @@ def test_a_finished_run_is_extended_by_more_steps_only(
 
 
 @pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "is of 2 steps, and this run would replace it. Give --resume"),
+        ("not mine", "is not a checkpoint of this script"),
+    ],
+)
+def test_a_checkpoint_is_not_replaced_without_asking(
+    content: str | None, said: str, example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    flags = [*SMALL, "--out", str(tmp_path), "--steps"]
+    world = paceline.init(device="cpu")
+    try:
+        if content is None:
+            assert example.train(*example.parse_flags([*flags, "2"]), world) == 0
+        else:
+            checkpoint.write_text(content, encoding="utf-8")
+        before = checkpoint.read_bytes()
+        # More steps would be no excuse: a Ctrl-C may end them after the first.
+        for steps in ("1", "3"):
+            with pytest.raises(SystemExit) as ended:
+                example.train(*example.parse_flags([*flags, steps]), world)
+            assert ended.value.code == 2
+            assert said in capsys.readouterr().err
+            assert checkpoint.read_bytes() == before
+        assert content or len(losses(tmp_path)) == 2
+        assert example.train(*example.parse_flags([*flags, "1", "--overwrite"]), world) == 0
+        assert len(losses(tmp_path)) == 1
+    finally:
+        paceline.shutdown()
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"width": 64}, "was made with --width 32; give the same here\n"),
@@ -228,6 +261,7 @@ def test_a_wrong_flag_is_one_line_from_all_ranks_together(tmp_path: Path) -> Non
         (["--heads", "3", "--width", "32"], "argument --heads: 3 does not divide --width 32"),
         (["--dropout", "1"], "argument --dropout: must be below 1, got 1.0"),
         (["--steps", "3", "--stop-at", "4"], "argument --stop-at: 4 is beyond --steps 3"),
+        (["--resume", "--overwrite"], "argument --overwrite: not with --resume"),
         (["--text", "no/such.txt"], "argument --text: there is no file 'no/such.txt'"),
         (["--out", str(SCRIPT)], "argument --out: "),
     ],

@@ -31,6 +31,7 @@ from paceline.control.progress import Progress, Record, read_file
 from paceline.control.user_code import OWN_COLLECTIVE, collective_frame, line_of_frame
 from paceline.control.whereabouts import HOLDS_LOCK, Whereabouts, of_record, of_this_rank
 from paceline.control.wire import MessageKind
+from paceline.errors import PeerError
 from paceline.settings import HangWatch
 
 LOOK_S = 0.5
@@ -192,6 +193,49 @@ class Watched(Protocol):
     def hear(self) -> None:
         """Look for news of failure."""
 
+    def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
+        """Tell the other ranks that this one raised."""
+
+
+def _look_at_trainer(channel: Watched) -> None:
+    """Tell the others what has ended this rank's training, if a framework has caught it."""
+    progress = channel.inquiries.progress
+    if progress.trainer.look() and not progress.finished:
+        error = progress.trainer.held_exception()
+        if error is not None and not isinstance(error, PeerError):
+            # It is not final: the framework may call the function again.
+            channel.report("its program", error)
+
+
+class _Call:
+    """A collective that the user called on one thread, as the watch sees it."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int] | None = None
+        self._seen_since = 0.0
+        # The frame itself is held, so that the next call cannot get its address. It is held only for a call that looks
+        # stuck, because a frame keeps alive everything that its callers have in their variables.
+        self._held: FrameType | None = None
+        self._told = False
+
+    def lasts(self, frame: FrameType | None, watch: HangWatch) -> float:
+        """How long the call in ``frame`` has lasted, if that is so long that the person should be told, once."""
+        now = time.monotonic()
+        seen = None if frame is None else (id(frame), frame.f_lasti)
+        if frame is None or seen != self._seen or (self._held is not None and self._held is not frame):
+            self._seen, self._seen_since = seen, now
+            self._held, self._told = None, False
+            return 0.0
+        lasted_s = now - self._seen_since
+        if watch.mode == "off" or lasted_s < watch.after_s / 2:
+            return 0.0
+        if self._held is None:
+            self._held = frame
+        elif lasted_s > watch.after_s and not self._told:
+            self._told = True
+            return lasted_s
+        return 0.0
+
 
 class _Watch:
     """The thread of the hang watch, for all channels of this process."""
@@ -199,12 +243,8 @@ class _Watch:
     def __init__(self) -> None:
         self._channels: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._thread: threads.Thread | None = None
-        self._seen: tuple[int, int] | None = None
-        self._seen_since = 0.0
-        # The frame itself is held, so that the next call cannot get its address. It is held only for a call that looks
-        # stuck, because a frame keeps alive everything that its callers have in their variables.
-        self._held: FrameType | None = None
-        self._told = False
+        self._calls: dict[int, _Call] = {}
+        """By thread."""
         forks.tell(self)
 
     def become_fork(self) -> None:
@@ -225,9 +265,11 @@ class _Watch:
             for channel in list(self._channels):
                 with contextlib.suppress(Exception):
                     channel.hear()
+                with contextlib.suppress(Exception):
+                    _look_at_trainer(channel)
             channel = None  # type: ignore[assignment]  # or the last one would never be collected
             with contextlib.suppress(Exception):
-                self._look_at_main_thread()
+                self._look_at_threads()
 
     def _answer(self) -> None:
         for channel in list(self._channels):
@@ -235,24 +277,18 @@ class _Watch:
             with contextlib.suppress(Exception):
                 channel.inquiries.answer()
 
-    def _look_at_main_thread(self) -> None:
+    def _look_at_threads(self) -> None:
         """Notice a collective that the user called and that does not end: no wait of ours sees it."""
-        frame = collective_frame(sys._current_frames().get(threading.main_thread().ident or 0))
-        now = time.monotonic()
-        seen = None if frame is None else (id(frame), frame.f_lasti)
-        if frame is None or seen != self._seen or (self._held is not None and self._held is not frame):
-            self._seen, self._seen_since = seen, now
-            self._held, self._told = None, False
-            return
-        current = settings()
-        lasted_s = now - self._seen_since
-        if current.mode == "off" or lasted_s < current.after_s / 2:
-            return
-        if self._held is None:
-            self._held = frame
-        elif lasted_s > current.after_s and not self._told:
-            self._told = True
-            self._tell_of_raw_collective(frame, lasted_s)
+        current, frames = settings(), sys._current_frames()
+        trainers = (channel.inquiries.progress.trainer.thread for channel in list(self._channels))
+        # A program may call collectives on its main thread, and train on another.
+        looked_at = {threading.main_thread().ident or 0, *trainers}
+        self._calls = {thread: self._calls.get(thread) or _Call() for thread in looked_at}
+        for thread, call in self._calls.items():
+            frame = collective_frame(frames.get(thread))
+            lasted_s = call.lasts(frame, current)
+            if lasted_s > 0 and frame is not None:
+                self._tell_of_raw_collective(frame, lasted_s)
 
     def _tell_of_raw_collective(self, frame: FrameType, waited_s: float) -> None:
         """Say who waits for whom, on the lowest rank that waits."""

@@ -2,7 +2,9 @@
 
 The wrapper itself sees exceptions in forward and in backward. It never sees one in the loss function, the data loader
 or the optimizer. If nobody catches such an exception, the interpreter calls ``sys.excepthook``, and from there the
-other ranks hear of it at once. They need not wait until the process has ended, which may take a while.
+other ranks hear of it at once. They need not wait until the process has ended, which may take a while. A program may
+also train in a thread of its own; for that one the interpreter calls ``threading.excepthook``. What a framework
+catches is found by the watch (`control.trainer`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import faulthandler
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from paceline.control import own_files
+from paceline.control.progress import Progress
 from paceline.control.user_code import has_user_frames, line_of_traceback, user_frames
 from paceline.errors import DisagreementError, PacelineError, PeerError
 from paceline.settings import environment
@@ -32,6 +36,9 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 class Speaker(Protocol):
+    @property
+    def progress(self) -> Progress: ...
+
     def report(self, where: str, error: BaseException | None, *, final: bool = False) -> None:
         """Tell the other ranks that this one raised."""
 
@@ -60,6 +67,7 @@ def speak_for(speaker: Speaker) -> None:
     # the outermost.
     if _hook is None:
         _hook = sys.excepthook = _chain(sys.excepthook)
+        threading.excepthook = _chain_of_threads(threading.excepthook)
 
 
 def finish() -> None:
@@ -158,5 +166,28 @@ def _chain(before: ExceptHook) -> ExceptHook:
             atexit.register(_end_soon)
         else:
             _tell_torchrun(error)
+
+    return hook
+
+
+def _chain_of_threads(before: Callable[[threading.ExceptHookArgs], object]) -> Callable[..., object]:
+    """As `_chain`, for an exception that ends a thread: the others hear of it if the thread trains.
+
+    The process lives on, and may train again in another thread. So this news is not final: the others wait a second,
+    in which it can be taken back.
+    """
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        error, thread = args.exc_value, args.thread
+        trains = [each for each in list(_speakers) if thread and each.progress.trainer.thread == thread.ident]
+        if os.getpid() == _pid and error is not None and not isinstance(error, (PeerError, SystemExit)):
+            for speaker in trains:
+                with contextlib.suppress(Exception):
+                    speaker.report("its program", error)
+        if trains and isinstance(error, PacelineError):
+            _forget_ours(error)
+            error.__traceback__ = user_frames(args.exc_traceback)
+            args = threading.ExceptHookArgs((args.exc_type, error, error.__traceback__, thread))
+        before(args)
 
     return hook

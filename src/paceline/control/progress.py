@@ -16,6 +16,7 @@ import mmap
 import os
 import struct
 import sys
+import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from torch import Tensor
 from paceline.control import own_files, private_files
 from paceline.control.plain_text import plain
 from paceline.control.processes import Process, this_process
+from paceline.control.trainer import Trainer
 
 _log = logging.getLogger("paceline.control")
 
@@ -102,6 +104,9 @@ class Progress:
         """How many backwards have begun that synchronise."""
         self.evaluates = False
         """The last forward was one that does not train, and no backward has begun since."""
+        self.trainer = Trainer()
+        self.waiting_thread = 0
+        """The thread that began the last wait."""
         self.finished = False
         """This rank has ended well, and does not take part any more."""
         self._prefix = f"{group}." if group else ""
@@ -138,6 +143,7 @@ class Progress:
         self._write_state()
 
     def begin_forward(self, *, trains: bool) -> None:
+        self.trainer.note()
         self.evaluates = not trains
         if trains:
             self.forwards += 1
@@ -155,6 +161,7 @@ class Progress:
 
     def begin_wait(self, doing: str) -> None:
         self.waiting, self.waiting_since = doing, time.time()
+        self.waiting_thread = threading.get_ident()
         _TEXT.pack_into(self._memory, _WAITING_AT, doing.encode())
         self._write_state()
 

@@ -68,6 +68,11 @@ def has_user_frames(traceback: TracebackType | None) -> bool:
     return any(is_user_code(frame.f_code.co_filename) for frame, _ in walk_tb(traceback))
 
 
+def has_user_frames_below(frame: FrameType | None) -> bool:
+    """Whether a thread that runs ``frame`` was called from the user's code, or is in it."""
+    return frame is not None and any(is_user_code(entry.f_code.co_filename) for entry, _ in walk_stack(frame))
+
+
 OWN_COLLECTIVE = "a collective that it called itself"
 # What a thread is doing, by the innermost of these paths that is on its stack.
 _ACTIVITIES = (

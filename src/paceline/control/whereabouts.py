@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from paceline.control import stacks
 from paceline.control.plain_text import plain
 from paceline.control.processes import process_state
 from paceline.control.progress import RING, Progress, Record
-from paceline.control.user_code import activity_of_frame, line_of_frame
+from paceline.control.user_code import activity_of_frame, has_user_frames_below, line_of_frame
 from paceline.control.wire import Field
 
 # The longest that a number or a text of another rank may be. Python does not read numbers of thousands of digits.
@@ -74,15 +73,20 @@ def _shown(text: str) -> str:
 
 
 def of_this_rank(progress: Progress) -> Whereabouts:
-    """Where the main thread of this process is. Another thread calls this."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Where the thread is that waits, or else the one that trains. Another thread calls this."""
+    waits = bool(progress.waiting_since)
+    frame = sys._current_frames().get(progress.waiting_thread) if waits else None
+    if not has_user_frames_below(frame):
+        # A backward on an accelerator waits on a thread of autograd's, which shows no line of the user's.
+        frame = progress.trainer.frame() or frame
+    outside = "" if waits else progress.trainer.where()
     return Whereabouts(
         progress.started,
         progress.forwards,
         progress.backwards,
-        waiting=progress.waiting if progress.waiting_since else "",
-        activity=activity_of_frame(frame),
-        line=line_of_frame(frame),
+        waiting=progress.waiting if waits else "",
+        activity=outside or activity_of_frame(frame),
+        line="" if outside else line_of_frame(frame),
         recent=progress.recent(),
     )
 

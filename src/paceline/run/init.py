@@ -1,15 +1,15 @@
-"""``paceline.init()``: the default process group from torchrun's variables, or one rank without them.
+"""``paceline.init()``: the default process group that a launcher's variables describe, or one rank without them.
 
 Example::
 
     import paceline
 
-    world = paceline.init()                      # RANK, WORLD_SIZE, ... if set; else a group of one
+    world = paceline.init()                      # torchrun's, Slurm's or MPI's variables; else a group of one
     model = paceline.DDP(build_model().to(world.device))
     ...
     paceline.shutdown()
 
-`Launch.read` takes the environment as a mapping, so that only ``init`` itself reads ``os.environ``.
+`variables.Launch` takes the environment as a mapping, so that only ``init`` itself reads ``os.environ``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,12 +32,10 @@ from paceline.control import hang, last_words, sign_in
 from paceline.errors import BadArgumentError, BadTypeError, StateError
 from paceline.run.launch import LAUNCHER_PID
 from paceline.run.meeting import meet
+from paceline.run.variables import Launch, idle_tasks, local_rank
 from paceline.settings import HangWatch
 
 _logger = logging.getLogger("paceline")
-
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that must be set together; torchrun and `paceline.run.launch` set them all."""
 
 
 @dataclass(frozen=True)
@@ -53,39 +52,6 @@ class World:
     """Where this rank keeps its model and data."""
     backend: str
     """What carries the collectives, as given to torch: ``cpu:shm``, ``gloo``, ``cpu:gloo,cuda:nccl``, ..."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the environment says about this process: the launcher's variables, checked."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Launch | None:
-        """Return the launcher's variables, or None if there are none of them."""
-        given = [name for name in (*RENDEZVOUS, "LOCAL_RANK") if name in environ]
-        if not given:
-            return None
-        missing = [name for name in RENDEZVOUS if name not in environ]
-        if missing:
-            # A group of one would be wrong here: N separate models would be trained, and nobody would notice.
-            raise BadArgumentError(
-                f"the environment is half set for a process group: {', '.join(given)} set, "
-                f"{', '.join(missing)} not. Start the ranks with `torchrun` or `paceline train`, which set "
-                f"all of them, or unset {', '.join(given)} to run a single rank"
-            )
-        rank = _integer(environ, "RANK", low=0)
-        world_size = _integer(environ, "WORLD_SIZE", low=1)
-        _integer(environ, "MASTER_PORT", low=0)
-        if rank >= world_size:
-            raise BadArgumentError(
-                f"RANK is {rank} but WORLD_SIZE is {world_size}: ranks count from 0 to WORLD_SIZE - 1"
-            )
-        local_rank = _integer(environ, "LOCAL_RANK", low=0) if "LOCAL_RANK" in environ else rank
-        return cls(rank=rank, local_rank=local_rank, world_size=world_size)
 
 
 @dataclass(frozen=True)
@@ -107,11 +73,13 @@ def init(
     timeout: timedelta | float | None = None,
     hang_watch: str | None = None,
     hang_after_s: float | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> World:
     """Start the default process group and say who this rank is.
 
-    With torchrun's variables it joins the group that they describe. With none of them it makes a group of one rank,
-    which needs no port. With some of them it raises.
+    With the variables of torchrun, of Slurm's srun, or of an MPI launcher it joins the group that they describe. With
+    none of them it makes a group of one rank, which needs no port. If some of them are missing, it raises.
 
     Args:
         backend: as torch's ``init_process_group`` takes it. By default it is the backend of the accelerator's vendor
@@ -123,6 +91,9 @@ def init(
             (30). ``"observe"`` (the default) tells on stderr who waits for whom, ``"enforce"`` raises that as an error
             on the ranks that wait, ``"off"`` does neither. ``PACELINE_HANG_WATCH`` and ``PACELINE_HANG_AFTER_S`` set
             the same.
+        rank: which rank this is, for programs that start their ranks themselves; together with ``world_size``. They
+            meet at ``MASTER_ADDR`` and ``MASTER_PORT``. What a launcher's variables say is then not asked.
+        world_size: how many ranks there are.
 
     A second call returns the same `World`, and raises if it asks for something else. A process group that was started
     by other means is used as it is.
@@ -132,9 +103,14 @@ def init(
     watch = HangWatch.from_arguments(hang_watch, hang_after_s)
     if hang_watch is not None or hang_after_s is not None:
         hang.configure(watch)
-    launch = Launch.read(os.environ)
+    is_named = _check_named(rank, world_size)
     if dist.is_initialized():
-        return _existing(backend=backend, device=device, timeout=limit, launch=launch)
+        asked = {"rank": rank, "world_size": world_size, "backend": backend}
+        return _existing(asked, device=device, timeout=limit)
+    if rank is not None and world_size is not None:
+        launch = Launch.of(os.environ, rank=rank, world_size=world_size)
+    else:
+        launch = Launch.read(os.environ)
 
     chosen = _device(device, local_rank=launch.local_rank if launch else 0)
     name = default_backend(chosen, world_size=launch.world_size if launch else 1) if backend is None else backend
@@ -145,6 +121,8 @@ def init(
         sign_in(_world_group())
     if backend is None and world.rank == 0 and (carried := transport.describe(_world_group())):
         print(f"paceline: {carried}", file=sys.stderr)
+    if launch is None and not is_named and (idle := idle_tasks(os.environ)):
+        print(f"paceline: {idle}", file=sys.stderr)
     return world
 
 
@@ -159,7 +137,9 @@ def _join(launch: Launch | None, *, device: torch.device, backend: str, timeout:
     else:
         _end_with_launcher(os.environ)
         rank, size = launch.rank, launch.world_size
-        met = meet(os.environ, rank=rank, world_size=size, timeout=timeout)
+        if launch.host_is_guessed:
+            _check_host(launch.host)
+        met = meet(launch, timeout=timeout)
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=timeout)
     return World(
         rank=dist.get_rank(),
@@ -202,38 +182,36 @@ def default_backend(device: torch.device, *, world_size: int = 1) -> str:
     return vendor if vendor == "gloo" else f"cpu:gloo,{device.type}:{vendor}"
 
 
-def _existing(
-    *,
-    backend: str | None,
-    device: str | torch.device | None,
-    timeout: timedelta | None,
-    launch: Launch | None,
-) -> World:
+def _existing(asked: Mapping[str, object], *, device: str | torch.device | None, timeout: timedelta | None) -> World:
+    """The group that is there. It is an error if something else was ``asked`` for."""
     ours = _started if _started is not None and _started.group is _world_group() else None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if ours is not None:
         world = ours.world
     else:
         config = dist.get_backend_config()
-        local_rank = launch.local_rank if launch else rank
+        local = local_rank(os.environ, rank)
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if device is None and (accelerator is None or f"{accelerator.type}:" not in config):
             chosen = torch.device("cpu")
         else:
-            chosen = _device(device, local_rank=local_rank)
-        world = World(rank, local_rank, world_size, chosen, config)
-    wanted: dict[str, tuple[object, object]] = {}
-    if backend is not None and backend not in (world.backend, dist.get_backend()):
-        wanted["backend"] = (backend, world.backend)
+            chosen = _device(device, local_rank=local)
+        world = World(rank, local, world_size, chosen, config)
+    has = {"rank": rank, "world_size": world_size, "backend": world.backend}
+    wanted: dict[str, tuple[object, object]] = {
+        name: (new, has[name])
+        for name, new in asked.items()
+        if new is not None and new != has[name] and (name != "backend" or new != dist.get_backend())
+    }
     if device is not None and (other := _device(device, local_rank=world.local_rank)) != world.device:
         wanted["device"] = (other, world.device)
     if timeout is not None and timeout != (ours.timeout if ours else None):
         started_with = ours.timeout if ours else None
         wanted["timeout"] = (timeout, started_with if started_with is not None else "as it was started")
     if wanted:
-        asked = ", ".join(f"{name} {new} (it has {old})" for name, (new, old) in wanted.items())
+        listed = ", ".join(f"{name} {new} (it has {old})" for name, (new, old) in wanted.items())
         raise StateError(
-            f"rank {rank}: the process group is started already and cannot be given {asked}. "
+            f"rank {rank}: the process group is started already and cannot be given {listed}. "
             f"Call paceline.shutdown(), or torch.distributed.destroy_process_group(), before another init()"
         )
     return world
@@ -276,6 +254,32 @@ def _device(device: str | torch.device | None, *, local_rank: int) -> torch.devi
     return torch.device(chosen.type, index)
 
 
+def _check_named(rank: int | None, world_size: int | None) -> bool:
+    """Whether the program says itself which rank it is."""
+    if rank is None and world_size is None:
+        return False
+    if rank is None or world_size is None:
+        given, missing = ("world_size", "rank") if rank is None else ("rank", "world_size")
+        raise BadArgumentError(f"init() was given {given} without {missing}. Give both, or none of them")
+    for name, value, low in (("rank", rank, 0), ("world_size", world_size, 1)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise BadTypeError(f"{name} must be a whole number, got {type(value).__name__}")
+        if value < low:
+            raise BadArgumentError(f"{name} must be at least {low}, got {value}")
+    return True
+
+
+def _check_host(host: str) -> None:
+    """Raise if the name of a node cannot be looked up. Otherwise ranks would wait for each other until the time-out."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise BadArgumentError(
+            f"Slurm's first node is called {host!r}, and no address is known for that name here ({error}). Set "
+            "MASTER_ADDR to an address of the node of rank 0, on all ranks"
+        ) from None
+
+
 def _check_backend(backend: str) -> None:
     if not isinstance(backend, str):
         raise BadTypeError(f"backend must be a string such as 'gloo', got {type(backend).__name__}")
@@ -299,22 +303,11 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
     return limit
 
 
-def _integer(environ: Mapping[str, str], name: str, *, low: int) -> int:
-    text = environ[name]
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if value < low:
-        raise BadArgumentError(f"environment variable {name} must be an integer of at least {low}, got {text!r}")
-    return value
-
-
 def _end_with_launcher(environ: Mapping[str, str]) -> None:
     """Have the kernel end this rank if `paceline.run.launch` is killed and so cannot end it."""
     if LAUNCHER_PID not in environ or not sys.platform.startswith("linux"):
         return
-    launcher = _integer(environ, LAUNCHER_PID, low=1)
+    launcher = int(environ[LAUNCHER_PID])
     if os.getppid() != launcher:  # a child of a rank, which has inherited the variable
         return
     set_parent_death_signal = 1

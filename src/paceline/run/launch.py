@@ -34,7 +34,7 @@ from paceline.settings import SECRET
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
 """The variable by which a rank knows its launcher. `paceline.init` makes the rank end when the launcher does."""
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A rank that lost a peer raises within seconds and says why. It should not be ended before that.
 _SETTLE_S = 5.0
@@ -92,7 +92,7 @@ def launch(
     # Any user of this host can connect to the store. Only this user can read the environment of the ranks.
     base[SECRET] = secrets.token_hex(32)
     # The socket is bound here and handed to the store below, so that no other process can take the port in between.
-    listener = socket.create_server((_LOOPBACK, 0))
+    listener = socket.create_server((LOOPBACK, 0))
     port: int = listener.getsockname()[1]
     run_id = uuid.uuid4().hex
     supervisor = _Supervisor(grace_s=grace_s)
@@ -102,7 +102,7 @@ def launch(
                 variables = rank_variables(rank=rank, nproc=nproc, port=port, run_id=run_id)
                 supervisor.start(rank, command, base | variables)
             # This process imports torch while the ranks do. Early callers wait in the listener's backlog.
-            store = _serve(listener)
+            store = serve(listener)
             code = supervisor.run()
             del store
         finally:
@@ -123,7 +123,7 @@ def rank_variables(*, rank: int, nproc: int, port: int, run_id: str) -> dict[str
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -134,13 +134,13 @@ def rank_variables(*, rank: int, nproc: int, port: int, run_id: str) -> dict[str
     }
 
 
-def _serve(listener: socket.socket) -> object:
+def serve(listener: socket.socket) -> object:
     """Open the store on the bound socket, which it then owns. It serves for as long as it is referenced."""
     import torch.distributed as dist  # late, so that the ranks do not wait for this import
 
     port = listener.getsockname()[1]
     return dist.TCPStore(  # public, but torch's stubs forget it
-        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 

@@ -9,7 +9,6 @@ same secret, and both are what ranks find out here.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,20 +17,20 @@ import torch.distributed as dist
 from paceline import settings
 from paceline.control import seal
 from paceline.errors import DisagreementError, RankLostError, StateError
+from paceline.run.variables import Launch
 
 TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other if nothing else was asked for; torch's own default."""
 _TEXT_BYTES = 200
 
 
-def meet(environ: Mapping[str, str], *, rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:
+def meet(launch: Launch, *, timeout: timedelta | None) -> dist.Store:
     """The store for the default group, once all ranks are there."""
-    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    rank, host, port = launch.rank, launch.host, launch.port
     timeout = timeout or TIMEOUT
     # A secret that cannot be used is an error before anybody waits for this rank.
     settings.secret()
-    # The launcher may hold the store: then rank 0 is a client like the others.
-    is_host = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = rank == 0 and not launch.store_is_served
     try:
         store = dist.TCPStore(  # public, but torch's stubs forget it
             host, port, is_master=is_host, wait_for_workers=False, multi_tenant=is_host, timeout=timeout
@@ -43,10 +42,9 @@ def meet(environ: Mapping[str, str], *, rank: int, world_size: int, timeout: tim
                 "uses it, or choose another MASTER_PORT."
             ) from None
         raise
-    # torchrun starts the ranks again if one has failed, but not the store, which still has what the others wrote.
-    attempt = dist.PrefixStore(f"attempt{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    _gather(dist.PrefixStore("paceline/meeting", attempt), rank, world_size, timeout.total_seconds())
-    return dist.PrefixStore("default_pg", attempt)
+    ours = dist.PrefixStore(launch.job, store)
+    _gather(dist.PrefixStore("paceline/meeting", ours), rank, launch.world_size, timeout.total_seconds())
+    return dist.PrefixStore("default_pg", ours)
 
 
 def _gather(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
