@@ -24,15 +24,6 @@ def _words(release: tuple[int, int]) -> str:
 _TESTED = f"torch {_words(OLDEST)}" + (f" to {_words(NEWEST_TESTED)}" if NEWEST_TESTED > OLDEST else "")
 
 
-def misfit(error: BaseException) -> str:
-    """What to say if torch has not got a name that is needed at import."""
-    reason = " ".join(str(error).split())
-    return (
-        f"paceline does not fit torch {torch.__version__} ({type(error).__name__}: {reason}). It was tested with "
-        f"{_TESTED}: install one of these, or a newer paceline."
-    )
-
-
 def _check() -> None:
     numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
     # A build with a name of its own is taken for what it says it can do.
@@ -48,6 +39,15 @@ def _check() -> None:
             "If something is off, compare with a tested version.",
             stacklevel=2,
         )
+    try:
+        # It is imported here to learn whether torch has all names that are needed at import.
+        from paceline import _torch  # noqa: F401
+    except (AttributeError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ImportError(
+            f"paceline does not fit torch {torch.__version__} ({type(error).__name__}: {reason}). It was tested with "
+            f"{_TESTED}: install one of these, or a newer paceline."
+        ) from error
 
 
 _check()

@@ -7,18 +7,13 @@ Where releases of torch differ, the code here asks what torch has, and not which
 is looked up when the compiler is there; ``renamed`` finds things that have another name in some releases.
 """
 
-from paceline import torch_version
-
-try:
-    from paceline._torch.autograd import *  # noqa: F403
-    from paceline._torch.c10d import *  # noqa: F403
-    from paceline._torch.compilation import *  # noqa: F403
-    from paceline._torch.data import *  # noqa: F403
-    from paceline._torch.dtensor import *  # noqa: F403
-    from paceline._torch.dynamo_frames import *  # noqa: F403
-    from paceline._torch.inductor import *  # noqa: F403
-    from paceline._torch.modules import *  # noqa: F403
-    from paceline._torch.splitting import *  # noqa: F403
-    from paceline._torch.tracing import *  # noqa: F403
-except (AttributeError, ImportError) as error:
-    raise ImportError(torch_version.misfit(error)) from error
+from paceline._torch.autograd import *  # noqa: F403
+from paceline._torch.c10d import *  # noqa: F403
+from paceline._torch.compilation import *  # noqa: F403
+from paceline._torch.data import *  # noqa: F403
+from paceline._torch.dtensor import *  # noqa: F403
+from paceline._torch.dynamo_frames import *  # noqa: F403
+from paceline._torch.inductor import *  # noqa: F403
+from paceline._torch.modules import *  # noqa: F403
+from paceline._torch.splitting import *  # noqa: F403
+from paceline._torch.tracing import *  # noqa: F403
