@@ -53,7 +53,8 @@ $(FRAMEWORKS)/.installed: pyproject.toml setup.py $(wildcard src/paceline/transp
 # may bring CUDA, 5 GB. torch is asked for by its version each time, so that pip never replaces it.
 test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -c "import torch; assert torch.__version__.split('+')[0] == '$(TORCH)', torch.__version__"
-	$(OTHER)/bin/python -m pytest -n $(or $(WORKERS),4) $(ARGS)
+	PYTHONWARNINGS="ignore:paceline was tested" $(OTHER)/bin/python -m pytest -n $(or $(WORKERS),4) \
+		-W "ignore:paceline was tested" $(ARGS)
 
 $(OTHER)/.installed: pyproject.toml setup.py $(wildcard src/paceline/transport/shm/csrc/*)
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)

@@ -1,12 +1,15 @@
-"""What the host does for a step, a parameter at a time, on a CUDA device that is not there.
+"""What the host does for a step, a parameter at a time, on an accelerator that is not there.
 
     python -m benchmarks.host_cost            # 1, 100 and 10,000 parameters; writes benchmarks/results/host_cost/
     python -m benchmarks.host_cost --quick    # a smoke run
 
-Tensors "on cuda" are torch's fake tensors: they have a shape and a device, and no memory, so nothing is computed. The
-group's backend for them is torch's "fake", which sends nothing. What is left is the host's own code: wrapping, planning
-and the bookkeeping of a step. What ranks tell each other from host to host is real, and so are the two ranks. The same
-step without a wrapper is taken off, since most of its time is what fake tensors cost.
+Tensors of the device are torch's fake tensors: they have a shape and a device, and no memory, so nothing is computed.
+The device has a name of its own and is not "cuda". Without a GPU, torch itself cannot run a backward of fake tensors on
+"cuda": a build for the CPU has nothing that switches such devices, and a build with CUDA looks for the driver.
+
+The group's backend for them is torch's "fake", which sends nothing. What is left is the host's own code: wrapping,
+planning and the bookkeeping of a step. What ranks tell each other from host to host is real, and so are the two ranks.
+The same step without a wrapper is taken off, since most of its time is what fake tensors cost.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from paceline import DDP
 from paceline.testing import RankPool
@@ -33,7 +37,7 @@ from paceline.testing import RankPool
 from .command import Command, Found, Start
 from .settings import Sent
 
-DEVICE = "cuda"
+DEVICE = "absent"
 SIZES = (1, 100, 10_000)
 
 
@@ -52,9 +56,9 @@ class FakeDevice(FakeTensorMode):
 class Many(nn.Module):
     """A module of ``n`` parameters, each of which is used once."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, width: int) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.empty(8, device=DEVICE)) for _ in range(n))
+        self.parts = nn.ParameterList(nn.Parameter(torch.empty(width, device=DEVICE)) for _ in range(n))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.cat([inputs, *self.parts]).sum()
@@ -68,13 +72,20 @@ class Settings(Sent):
     steps: int = 5
 
 
-def on_rank(rank: int, world_size: int, n: int, steps: int) -> dict[str, float]:
+def on_rank(rank: int, world_size: int, n: int, steps: int, width: int = 8) -> dict[str, float]:
     """Seconds for a module of ``n`` parameters: wrapping it, the first step and later ones, with and without."""
+    if not hasattr(torch, DEVICE):
+        # A process registers a device once.
+        _setup_privateuseone_for_python_backend(DEVICE)
+        dist.Backend.backend_capability["fake"].append(DEVICE)
     group = dist.new_group(backend=f"{DEVICE}:fake")
     clock = time.perf_counter
+
     with FakeDevice(allow_non_fake_inputs=True):
-        bare, wrapped = Many(n), Many(n)
-        inputs = torch.empty(8, device=DEVICE)
+        bare, wrapped = Many(n, width), Many(n, width)
+        inputs = torch.empty(width, device=DEVICE)
+        # The first wrapper of a process imports things, and connects the hosts.
+        DDP(Many(1, width), process_group=group)
         start = clock()
         ddp = DDP(wrapped, process_group=group)
         wrap_s = clock() - start
@@ -90,7 +101,9 @@ def on_rank(rank: int, world_size: int, n: int, steps: int) -> dict[str, float]:
         for _ in range(steps):
             dist.barrier()
             taken.append((step(ddp), step(bare)))
-        is_fake = all(isinstance(param.grad, FakeTensor) and param.grad.device.type == DEVICE for param in wrapped.parts)
+        is_fake = all(
+            isinstance(param.grad, FakeTensor) and param.grad.device.type == DEVICE for param in wrapped.parts
+        )
         assert is_fake, "a gradient is not on the device"
         n_buckets = len(ddp.plan.buckets)
     return {

@@ -19,7 +19,7 @@ from tests.reference import DDP, assert_in_sync, batch, compare_with_reference, 
 # -- the constructor -----------------------------------------------------------------------------------------
 
 
-# Arguments that torch's class has got since 2.13 (docs/versions.md). They come last, so that the others keep their place.
+# Arguments that torch's class has got since 2.13 (docs/versions.md). They come last there.
 NEWER = ["lazy_bucket_allocation"]
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from paceline._torch.renamed import found_in, name_in
 
-
 # What stands for a group, mesh or placement while code is traced. torch 2.15 has other names for its class and methods.
 _READ = ("tp_getattro_impl", "var_getattr")
 _COMPARE = ("tp_richcompare_impl", "richcompare_impl")

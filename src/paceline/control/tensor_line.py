@@ -50,7 +50,8 @@ class TensorLine(Line):
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The bytes of a tensor of bytes. ``tensor.numpy()`` would need numpy, which not everybody has beside torch."""
-    assert tensor.dtype is torch.uint8 and tensor.is_contiguous(), "only bytes that lie one after another"
+    assert tensor.dtype is torch.uint8, "only bytes"
+    assert tensor.is_contiguous(), "only bytes that lie one after another"
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
