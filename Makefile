@@ -15,7 +15,7 @@ FRAMEWORKS := .venv-frameworks
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)
 
-.PHONY: install train test test-all test-frameworks test-torch dist check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing clean
+.PHONY: install train test test-all test-frameworks test-torch dist check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing bench-host-cost clean
 
 install: $(STAMP)
 
@@ -125,6 +125,10 @@ bench-tracing: install
 # What the control channel costs a step.
 bench-control: install
 	$(BIN)/python -m benchmarks.control $(ARGS)
+
+# What the host does for a step, a parameter at a time, on a device that is not there.
+bench-host-cost: install
+	$(BIN)/python -m benchmarks.host_cost $(ARGS)
 
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)

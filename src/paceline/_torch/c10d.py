@@ -106,7 +106,8 @@ def leave_unrecorded(backend: str) -> None:
     backend, and a group that is a class in Python has none there. torch keeps the names of backends to leave alone in
     this set, which older releases do not have.
     """
-    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+    unrecorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    unrecorded.add(backend)
 
 
 def settle_async_tensor(tensor: Tensor) -> Tensor:
