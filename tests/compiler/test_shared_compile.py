@@ -410,7 +410,7 @@ def test_a_kernel_that_has_vanished_is_not_sent_and_notes_of_another_kind_are_re
 
 
 def test_a_build_for_an_accelerator_runs_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's wheels with CUDA run on machines without a GPU. To ask its driver for a name would end the compilation."""
+    """torch's wheels with CUDA run on machines without a GPU. To ask a driver there would end the compilation."""
 
     def of_the_build(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
