@@ -77,7 +77,7 @@ class Settings(Sent):
 
 
 def on_rank(rank: int, world_size: int, n: int, steps: int, width: int = 8) -> dict[str, float]:
-    """Seconds of the processor for a module of ``n`` parameters: wrapping it, and steps with and without the wrapper."""
+    """Processor seconds for a module of ``n`` parameters: wrapping it, and steps with and without the wrapper."""
     if not hasattr(torch, DEVICE):
         # A process registers a device once.
         _setup_privateuseone_for_python_backend(DEVICE)
