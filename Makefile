@@ -11,8 +11,11 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(or $(WORKERS),4)
 
 FRAMEWORKS := .venv-frameworks
+# The release of torch that `make test-torch` tests with, and its environment.
+TORCH ?= 2.15.0
+OTHER := .venv-torch-$(TORCH)
 
-.PHONY: install train test test-all test-frameworks check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing clean
+.PHONY: install train test test-all test-frameworks test-torch dist check conformance collectives sanitize model soak bench bench-shm bench-control bench-compile bench-compiling bench-tracing bench-host-cost clean
 
 install: $(STAMP)
 
@@ -20,6 +23,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/shm/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 "numpy>=1.26"
+	rm -f src/paceline/transport/shm/_kernel.*.so
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,bench]"
 	touch $@
 
@@ -44,6 +48,28 @@ $(FRAMEWORKS)/.installed: pyproject.toml setup.py $(wildcard src/paceline/transp
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 "numpy>=1.26"
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -e ".[test,frameworks]"
 	touch $@
+
+# The tests with another release of torch: `make test-torch TORCH=2.14.1 ARGS="--fast tests/ddp"`. The wheels of an index
+# may bring CUDA, 5 GB. torch is asked for by its version each time, so that pip never replaces it.
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -c "import torch; assert torch.__version__.split('+')[0] == '$(TORCH)', torch.__version__"
+	PYTHONWARNINGS="ignore:paceline was tested" $(OTHER)/bin/python -m pytest -n $(or $(WORKERS),4) \
+		-W "ignore:paceline was tested" $(ARGS)
+
+$(OTHER)/.installed: pyproject.toml setup.py $(wildcard src/paceline/transport/shm/csrc/*)
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) "numpy>=1.26"
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) -e ".[test,bench]"
+	touch $@
+
+# An sdist and a wheel in dist/, checked: twine reads them, and the README's script runs in an environment that has
+# nothing else.
+dist: install
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.release dist
 
 check: install
 	$(BIN)/ruff check .
@@ -100,8 +126,12 @@ bench-tracing: install
 bench-control: install
 	$(BIN)/python -m benchmarks.control $(ARGS)
 
+# What the host does for a step, a parameter at a time, on a device that is not there.
+bench-host-cost: install
+	$(BIN)/python -m benchmarks.host_cost $(ARGS)
+
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist src/*.egg-info
+	rm -rf $(VENV) .venv-* build dist src/*.egg-info

@@ -20,7 +20,8 @@ from torch import nn
 
 # torch's own optimizers for hooks use its deprecated torch.jit.script; here, so that it happens once.
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    for kind in (DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", kind)
     import torch.distributed.optim
 
 STOCK = os.environ.get("PACELINE_TEST_DDP") == "torch"

@@ -407,3 +407,13 @@ def _vanished(rank, size, folder):
 
 def test_a_kernel_that_has_vanished_is_not_sent_and_notes_of_another_kind_are_refused(ranks, tmp_path):
     ranks(_vanished, str(tmp_path))
+
+
+def test_a_build_for_an_accelerator_runs_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's wheels with CUDA run on machines without a GPU. To ask a driver there would end the compilation."""
+
+    def of_the_build(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", of_the_build)
+    assert shared_compile.environment()["accelerator"] == "none"

@@ -27,7 +27,8 @@ from tests.reference import DDP, assert_grads, batch, compare_with_reference, me
 
 # Forward mode loads torch's deprecated torch.jit.script on first use; here, so that it happens once.
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    for kind in (DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", kind)
     import torch._decomp.decompositions_for_jvp
 
 

@@ -2,6 +2,9 @@
 
 Nothing else imports a private torch module (tests/test_layers.py checks this), so a new torch release can be checked by
 reading the files of this package. The rest of Paceline writes ``_torch.name``.
+
+Where releases of torch differ, the code here asks what torch has, and not which version it is. What the compiler needs
+is looked up when the compiler is there; ``renamed`` finds things that have another name in some releases.
 """
 
 from paceline._torch.autograd import *  # noqa: F403

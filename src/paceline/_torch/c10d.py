@@ -99,6 +99,17 @@ def adopt_backend(group: ProcessGroup, backend: Any) -> None:
     group._register_backend(torch.device("cpu"), kind, backend)
 
 
+def leave_unrecorded(backend: str) -> None:
+    """Keep torch's flight recorder away from groups of this backend.
+
+    torch 2.15 hangs a recorder on every group whose backend has none of its own. The recorder asks C++ for the group's
+    backend, and a group that is a class in Python has none there. torch keeps the names of backends to leave alone in
+    this set, which older releases do not have.
+    """
+    unrecorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    unrecorded.add(backend)
+
+
 def settle_async_tensor(tensor: Tensor) -> Tensor:
     """The tensor behind the result of a functional collective that was not waited for yet; others as they are."""
     wait = getattr(tensor, "trigger_wait", None)

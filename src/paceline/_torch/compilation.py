@@ -274,13 +274,18 @@ def unseen_by_compiler(function: AnyFunction) -> AnyFunction:
 
 
 def keep_lowerings(namespace: str) -> None:
-    """Let Inductor's lite mode (``fallback_by_default``) look up our operators, too, and treat them as collectives."""
+    """Let Inductor's lite mode (``fallback_by_default``) look up collectives, ours and torch's, and keep their order.
+
+    Otherwise it treats them as pure functions. torch 2.14 and 2.15 then put a collective of ours before one of torch's
+    on the rank that has more to compute, and the ranks wait for each other for ever.
+    """
     from torch._inductor import graph, lowering
 
     torchs = graph.should_fallback_by_default
+    collectives = (namespace, "_c10d_functional")
 
     def should_fall_back(node: Any) -> bool:
-        is_ours = getattr(node.target, "namespace", "") == namespace and node.target in lowering.lowerings
-        return not is_ours and torchs(node)
+        is_collective = getattr(node.target, "namespace", "") in collectives and node.target in lowering.lowerings
+        return not is_collective and torchs(node)
 
     cast(Any, graph).should_fallback_by_default = should_fall_back

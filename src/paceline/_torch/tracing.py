@@ -11,6 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from paceline._torch.renamed import found_in, name_in
+
+# What stands for a group, mesh or placement while code is traced. torch 2.15 has other names for its class and methods.
+_READ = ("tp_getattro_impl", "var_getattr")
+_COMPARE = ("tp_richcompare_impl", "richcompare_impl")
+
+
+def _object_variable() -> Any:
+    from torch._dynamo.variables import script_object
+
+    return found_in(script_object, "CustomClassObjectVariable", "TorchScriptObjectVariable")
+
 
 def traced_forms() -> dict[str, Callable[..., Any]]:
     """What the compiler traces instead of an in-place collective, by the collective's name.
@@ -46,14 +58,14 @@ def refuse_to_enter(kind: type, *, name: str, explanation: str, hints: list[str]
     """Break the graph at a ``with`` of an object of ``kind``. torch does so, too, but asks people for a bug report."""
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 
     torchs: Any = InstructionTranslatorBase.unsupported_ctx_graph_break
+    objects = _object_variable()
 
     def refuse(self: Any, manager: Any) -> Any:
         manager = manager.realize()
-        if isinstance(manager, TorchScriptObjectVariable):
-            value = TorchScriptObjectVariable.as_python_constant(manager)
+        if isinstance(manager, objects):
+            value = objects.as_python_constant(manager)
             if isinstance(value, kind):
                 unimplemented(gb_type=f"{name} in a graph", context=str(value), explanation=explanation, hints=hints)
         return torchs(self, manager)
@@ -116,10 +128,11 @@ def answer_while_tracing(function: Callable[[Any], Any]) -> None:
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.misc import LambdaVariable
-    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    objects = _object_variable()
 
     def answer(variable: Any) -> Any:
-        return ConstantVariable.create(function(TorchScriptObjectVariable.as_python_constant(variable.realize())))
+        return ConstantVariable.create(function(objects.as_python_constant(variable.realize())))
 
     VariableBuilder._id_dispatch()[id(function)] = lambda builder, value: LambdaVariable(answer, source=builder.source)
 
@@ -180,9 +193,9 @@ def guard_what_is_read(kind: type, *, attributes: frozenset[str], methods: froze
     arguments) are guarded where they are read; any other use guards ``identity``, an attribute that no two share.
     """
     from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 
-    guarded = _guarded_variable(attributes, methods, identity)
+    objects = _object_variable()
+    guarded = _guarded_variable(objects, attributes, methods, identity)
     dispatch = VariableBuilder._type_dispatch()
 
     def wrap(builder: Any, value: Any) -> Any:
@@ -192,27 +205,28 @@ def guard_what_is_read(kind: type, *, attributes: frozenset[str], methods: froze
             variable = builder._wrap(value)
         finally:
             dispatch[kind] = wrap
-        if type(variable) is TorchScriptObjectVariable:
+        if type(variable) is objects:
             variable.__class__ = guarded
         return variable
 
     dispatch[kind] = wrap
 
 
-def _guarded_variable(attributes: frozenset[str], methods: frozenset[str], identity: str) -> Any:
+def _guarded_variable(objects: Any, attributes: frozenset[str], methods: frozenset[str], identity: str) -> Any:
     """The class of the compiler's stand-ins for objects that :func:`guard_what_is_read` is about."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.misc import LambdaVariable
-    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 
-    class Guarded(TorchScriptObjectVariable):
+    read = name_in(objects, *_READ)
+
+    class Guarded(objects):  # type: ignore[misc]
         # `a is b` asks each for its object, but tells neither of the other. So we remember which was asked last.
         asked: Any = None
 
         def real(self) -> Any:
-            return TorchScriptObjectVariable.as_python_constant(self)
+            return objects.as_python_constant(self)
 
         def guard(self, name: str) -> Any:
             source: Any = AttrSource(cast(Any, self.source), name)
@@ -222,13 +236,13 @@ def _guarded_variable(attributes: frozenset[str], methods: frozenset[str], ident
             value = getattr(self.real(), name)
             return ConstantVariable.create(value() if name in methods else value)
 
-        def var_getattr(self, tx: Any, name: str) -> Any:
+        def read(self, tx: Any, name: str) -> Any:
             if name in attributes:
                 return self.guard(name)
             if name in methods:
                 return LambdaVariable(lambda *args, **kwargs: self.call_method(tx, name, args, kwargs))
             self.guard(identity)
-            return super().var_getattr(tx, name)
+            return getattr(objects, read)(self, tx, name)
 
         def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             if name in methods and not args and not kwargs:
@@ -255,6 +269,7 @@ def _guarded_variable(attributes: frozenset[str], methods: frozenset[str], ident
                 Guarded.asked = None
             return self.real()
 
+    setattr(Guarded, read, Guarded.read)
     return Guarded
 
 
@@ -332,15 +347,16 @@ def call_untraceable_hooks(number: Callable[[Any], int], with_hook: Callable[[Te
 
 def compare_opaque_classes() -> None:
     """Make ``type(placement) == Shard`` work: torch's stand-in for such classes knows ``is``, and fails on ``==``."""
+    from torch._dynamo.variables import script_object
     from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.script_object import OpaqueObjectClassVariable
 
     def compare(self: Any, tx: Any, other: Any, op: str) -> Any:
         other = other.realize()
         same = getattr(other, "value", None) is self.value
         return ConstantVariable.create({"__eq__": same, "__ne__": not same}.get(op, NotImplemented))
 
-    cast(Any, OpaqueObjectClassVariable).richcompare_impl = compare
+    classes = found_in(script_object, "CustomClassVariable", "OpaqueObjectClassVariable")
+    setattr(classes, name_in(classes, *_COMPARE), compare)
 
 
 def guard_hooks_of_modules() -> None:
@@ -371,7 +387,8 @@ def say_what_objects_say() -> None:
     """
     from torch._dynamo import exc
     from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    objects = _object_variable()
 
     def softened(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -379,7 +396,7 @@ def say_what_objects_say() -> None:
             try:
                 return method(self, tx, name, *args)
             except exc.UnsafeScriptObjectError as error:
-                kind = type(TorchScriptObjectVariable.as_python_constant(self)).__name__
+                kind = type(objects.as_python_constant(self)).__name__
                 exc.unimplemented(
                     gb_type=f"a member of a {kind} that has no row",
                     context=f"{kind}.{name}",
@@ -397,6 +414,5 @@ def say_what_objects_say() -> None:
 
         return call
 
-    opaque = cast(Any, TorchScriptObjectVariable)
-    opaque.var_getattr = softened(opaque.var_getattr)
-    opaque.call_method = softened(opaque.call_method)
+    for name in (name_in(objects, *_READ), "call_method"):
+        setattr(objects, name, softened(getattr(objects, name)))

@@ -5,6 +5,7 @@ The all-gather is whatever the ranks are connected by: a backend such as gloo, o
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable
 
@@ -44,7 +45,14 @@ class TensorLine(Line):
     def _exchange(self, mine: Tensor, timeout_s: float) -> list[bytes]:
         everybodys = [torch.empty_like(mine) for _ in range(self.size)]
         self._all_gather(mine, everybodys, timeout_s)
-        return [row.numpy().tobytes() for row in everybodys]
+        return [bytes_of(row) for row in everybodys]
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a tensor of bytes. ``tensor.numpy()`` would need numpy, which not everybody has beside torch."""
+    assert tensor.dtype is torch.uint8, "only bytes"
+    assert tensor.is_contiguous(), "only bytes that lie one after another"
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
 def row_of(word: bytes, n_bytes: int, *, length: int | None = None) -> Tensor:
@@ -56,5 +64,5 @@ def row_of(word: bytes, n_bytes: int, *, length: int | None = None) -> Tensor:
 
 def word_in(row: Tensor) -> bytes:
     """The word in a row."""
-    data = row.numpy().tobytes()
+    data = bytes_of(row)
     return data[_LENGTH.size :][: _LENGTH.unpack_from(data)[0]]

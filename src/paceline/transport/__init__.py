@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline import _torch
 from paceline.transport import plain_groups
 
 BACKEND = "shm"
@@ -42,6 +43,7 @@ def register() -> None:
     """Tell c10d about the backend. This is cheap, since nothing is loaded until a group is made."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _new_group, extended_api=True, devices=["cpu"])
+        _torch.leave_unrecorded(BACKEND)
 
 
 def allocate(

@@ -27,7 +27,7 @@ from paceline import _torch
 from paceline.control import Channel
 from paceline.control.agree import Word
 from paceline.control.board import Board
-from paceline.control.tensor_line import TensorLine
+from paceline.control.tensor_line import TensorLine, bytes_of
 from paceline.control.wire import Item, MessageKind
 from paceline.errors import (
     DisagreementError,
@@ -170,7 +170,7 @@ class CompileExchange:
         """Rank 0's ``data`` of ``n_bytes``, on every rank."""
         tensor = _as_tensor(data) if self.rank == 0 else torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         self._wait(dist.broadcast(tensor, group=self._side, group_src=0, async_op=True), doing=doing)
-        return bytes(tensor.numpy())
+        return bytes_of(tensor)
 
     # -- waiting -------------------------------------------------------------------------------------
 

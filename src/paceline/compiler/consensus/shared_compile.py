@@ -295,7 +295,7 @@ def _preparations_beside() -> Iterator[None]:
 
 def environment() -> dict[str, str]:
     """What compiled code depends on besides its graph, in words."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "none"
     if accelerator is not None:
         module = torch.get_device_module(accelerator)

@@ -10,6 +10,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
+/* setup.py defines Py_LIMITED_API: one build then serves every Python from 3.10 on. */
 #include <Python.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -81,7 +82,7 @@ static int64_t count_of(const dlpack_tensor *t) {
 
 /* Is it a view of real numbers whose signs are changed when they are read? DLPack does not tell. */
 static int is_negated(PyObject *tensor) {
-    PyObject *answer = PyObject_CallMethodNoArgs(tensor, is_neg);
+    PyObject *answer = PyObject_CallMethodObjArgs(tensor, is_neg, NULL);
     const int yes = answer != Py_False;
     Py_XDECREF(answer);
     return yes;
@@ -131,7 +132,7 @@ static PyObject *raised; /* by a signal handler, in a wait; under the GIL */
 static int on_main_thread(void) { return syscall(SYS_gettid) == getpid(); }
 
 static PyObject *take_exception(void) {
-#if PY_VERSION_HEX >= 0x030c0000
+#if PY_VERSION_HEX >= 0x030c0000 && !defined(Py_LIMITED_API)
     return PyErr_GetRaisedException();
 #else
     PyObject *type, *value, *trace;
