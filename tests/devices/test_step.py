@@ -166,6 +166,17 @@ def test_join(rank: int, size: int) -> None:
     twins.check()
 
 
+@on_ranks(timeout=300)
+def test_numbers_for_logs(rank: int, size: int) -> None:
+    """The group has no backend for the host, where the numbers are read."""
+    group = simccl.join()
+    with no_sync_of_host():
+        assert paceline.mean(float(rank), group=group) == 0.5
+    on_sim = paceline.total({"tokens": torch.full((2,), rank + 1, device=sim.DEVICE)}, group=group)["tokens"]
+    assert on_sim.device == torch.device(sim.DEVICE)
+    assert on_sim.tolist() == [3, 3]
+
+
 @on_ranks(timeout=500)
 def test_a_compiled_step(rank: int, size: int) -> None:
     torch._dynamo.reset()

@@ -110,13 +110,13 @@ def _sum(what: str, parts: Mapping[str, Any], sent: list[Tensor], group: dist.Pr
     buffer[:_MARKS] = torch.tensor([marks[0], marks[0] ** 2, marks[1], marks[1] ** 2], dtype=torch.float64)
     if fits:
         buffer[_MARKS : _MARKS + len(payload)] = payload
-    device = _device_of(group)
-    buffer = _exchanged(channel, buffer.to(device), name)
+    # The numbers are read on the host, so they travel from host to host.
+    buffer = _exchanged(channel, buffer, name)
     sums = list(map(int, buffer[:_MARKS].tolist()))
     if any(size * square != mark * mark for mark, square in (sums[:2], sums[2:])):
         _raise_difference(channel, what, name)
-    found = buffer[_MARKS : _MARKS + len(payload)] if fits else _exchanged(channel, payload.to(device), name)
-    return list(found.cpu().split(lengths))
+    found = buffer[_MARKS : _MARKS + len(payload)] if fits else _exchanged(channel, payload, name)
+    return list(found.split(lengths))
 
 
 def _exchanged(channel: Channel, tensor: Tensor, name: str) -> Tensor:
@@ -146,13 +146,6 @@ def _channel_of(group: dist.ProcessGroup) -> Channel:
     if group not in _channels:
         _channels[group] = Channel(group, number=0)
     return _channels[group]
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """The host if the group can carry its tensors, since the numbers are read there."""
-    config = str(dist.get_backend_config(group))
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if "cpu:" in config or accelerator is None else accelerator
 
 
 # -- values as float64 and back ------------------------------------------------------------------------
