@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -31,6 +33,24 @@ class LoaderError(RuntimeError):
 
 def _load() -> None:
     raise LoaderError("no such file")
+
+
+class _Value:
+    """Can be watched by a weak reference."""
+
+
+def test_a_look_at_the_threads_keeps_nothing_that_is_in_the_users_variables() -> None:
+    def step() -> weakref.ref[_Value]:
+        value = _Value()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(hang._watch._look_at_threads).result()
+        return weakref.ref(value)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
 
 
 # -- exceptions that end a training thread -------------------------------------------------------------

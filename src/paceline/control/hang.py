@@ -279,13 +279,15 @@ class _Watch:
 
     def _look_at_threads(self) -> None:
         """Notice a collective that the user called and that does not end: no wait of ours sees it."""
-        current, frames = settings(), sys._current_frames()
+        current = settings()
         trainers = (channel.inquiries.progress.trainer.thread for channel in list(self._channels))
         # A program may call collectives on its main thread, and train on another.
         looked_at = {threading.main_thread().ident or 0, *trainers}
         self._calls = {thread: self._calls.get(thread) or _Call() for thread in looked_at}
         for thread, call in self._calls.items():
-            frame = collective_frame(frames.get(thread))
+            # The dict holds this very frame, so it is kept in no variable: in a circle with it, all frames would live
+            # on, with everything that is in the user's variables, until the next garbage collection.
+            frame = collective_frame(sys._current_frames().get(thread))
             lasted_s = call.lasts(frame, current)
             if lasted_s > 0 and frame is not None:
                 self._tell_of_raw_collective(frame, lasted_s)
