@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from paceline import _torch
+from paceline import _torch, transport
 from paceline._torch.renamed import found_in, name_in
 
 
@@ -35,5 +36,8 @@ def test_a_torch_without_a_recorder_is_left_as_it_is(monkeypatch: pytest.MonkeyP
     assert not hasattr(c10d, "_FR_SELF_RECORDING_BACKENDS")
 
 
-def test_torch_s_recorder_leaves_shm_alone() -> None:
-    assert "shm" in getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", {"shm"})
+def test_shm_is_left_alone_also_if_import_torch_has_registered_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert transport.BACKEND in dist.Backend.backend_list
+    monkeypatch.setattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set(), raising=False)
+    transport.register()
+    assert {transport.BACKEND} == c10d._FR_SELF_RECORDING_BACKENDS

@@ -43,7 +43,8 @@ def register() -> None:
     """Tell c10d about the backend. This is cheap, since nothing is loaded until a group is made."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _new_group, extended_api=True, devices=["cpu"])
-        _torch.leave_unrecorded(BACKEND)
+    # ``import torch`` may have registered it already (``paceline_autoload``), which does no more than that.
+    _torch.leave_unrecorded(BACKEND)
 
 
 def allocate(
